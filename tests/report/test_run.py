@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from steadytorch.report.run import WIDTH, render_run
+from steadytorch.report.run import WIDTH, advice, headline, render_run
 from steadytorch.results.watched import Watched
 
+from .measured import MS, series
 from .watched import watched
 
 
@@ -35,8 +36,47 @@ def test_longest_texts_still_fit():
     ended = {"failed": "f " * 200, "interrupted": True}
     result = watched(findings=tuple(long), slowest=tuple(slow), **ended)
     lines = text_of(result).splitlines()
-    assert len(lines) <= 30
+    fixes = [line for line in lines if set(line.removeprefix("     fix:")) <= set("f ")]
+    assert len(lines) - len(fixes) + len(long[:3]) <= 30
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_fixes_are_wrapped_and_whole(count):
+    fix = " ".join(f"word{number}" for number in range(60))
+    long = msgspec.structs.replace(watched().findings[0], information=False, fix=fix)
+    words = text_of(watched(findings=(long,) * count)).split()
+    assert words.count("word59") == count
+    assert "…" not in "".join(words)
+
+
+def test_a_long_tail_is_never_called_steady():
+    samples = series(slow={i: 50 * MS for i in range(800, 1000)})
+    settled = msgspec.structs.replace(samples, steady=True, why_unsteady=None)
+    drifting = msgspec.structs.replace(samples, steady=False, why_unsteady="drifts by +9 %")
+    for measured, told in ((settled, "no drift"), (drifting, "drift not excluded: drifts by")):
+        lines = list(headline(watched(measured=measured)))
+        assert lines[1].startswith(told)
+        assert not any("steady" in line for line in lines)
+
+
+def test_remarks_are_printed():
+    text = text_of(watched(remarks=("No step stood out: no trace was kept.",)))
+    assert "No step stood out: no trace was kept." in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("trains", "told"),
+    [
+        (True, "steady.Workload.training(model, inputs, loss, optimizer)"),
+        (False, "(model, inputs)"),
+    ],
+)
+def test_advice_names_what_a_factory_returns(trains, told):
+    slices = {"forward": (MS,), "backward": (MS * trains,)}
+    (line,) = advice(watched(slices_ns=slices))
+    assert line.endswith(f"steady explain FILE:FACTORY; FACTORY() returns {told}")
+    assert len(line) <= 2 * WIDTH
 
 
 def test_summary_names_steps_overhead_slices_and_slow_steps():

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from steadytorch.findings.finding import Abstention, Case
-from steadytorch.findings.watched_steps import Setting
+from steadytorch.findings.watched_steps import Setting, SteppedOptimizer
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rules.unfused_optimizer import NAME, rule
 
@@ -94,9 +95,28 @@ def test_a_real_optimizer_is_found_until_it_is_fused(make, options, found):
 
 
 def test_a_watched_optimizer_counts_from_a_fifth_of_the_time_unless_fused():
-    plain = Setting(optimizers=(("Adam", False), ("Lion", True)))
+    plain = Setting(optimizers=(SteppedOptimizer("Adam", False), SteppedOptimizer("Lion", True)))
     found = the(rule(watched(optimizer=5 * MS, setting=plain)))
     assert found.title.endswith("5.00 ms a step: Adam is not fused")
     assert rule(watched(optimizer=2 * MS, setting=plain)) == ()
-    fused = Setting(optimizers=(("Adam", True),))
+    fused = Setting(optimizers=(SteppedOptimizer("Adam", True),))
     assert rule(watched(optimizer=5 * MS, setting=fused)) == ()
+
+
+def test_watched_single_tensors_with_a_fused_implementation_count_from_a_tenth():
+    single = Setting(optimizers=(SteppedOptimizer("AdamW", False, 242, single=True),))
+    found = the(rule(watched(optimizer=1.5 * MS, setting=single)))
+    assert found.evidence[0] == "AdamW updates 242 parameters, one after another"
+    assert found.confidence == "high"
+    assert rule(watched(optimizer=MS, setting=single)) == ()
+    few = Setting(optimizers=(SteppedOptimizer("AdamW", False, 8, single=True),))
+    assert rule(watched(optimizer=1.5 * MS, setting=few)) == ()
+
+
+def test_steps_that_waited_for_cores_do_not_hide_the_optimizer():
+    plain = Setting(optimizers=(SteppedOptimizer("Adam", False, 242),))
+    backward = np.where(np.arange(100) % 2, 0, 80 * MS)
+    case = watched(optimizer=4 * MS, backward=backward, setting=plain)
+    assert case.watched.share("optimizer") < 0.1
+    found = the(rule(case))
+    assert "29 % of the faster half of the steps" in found.evidence

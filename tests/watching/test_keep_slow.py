@@ -202,6 +202,7 @@ def test_a_steady_run_leaves_no_folder(tmp_path, one_thread):
         Run({}).train(3)
     assert seen.result.traces is None
     assert not (tmp_path / "t").exists()
+    assert seen.result.remarks[0] == "No step stood out: no trace was kept."
 
 
 @pytest.mark.alone
@@ -311,7 +312,7 @@ def test_a_script_runs_as_without_a_recorder(tmp_path):
     found = subprocess.run([*command, str(path)], **options)
     assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
     lines = found.stderr.decode().splitlines()
-    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 80
     content = (tmp_path / "a.json").read_bytes()
     of_steps_told(decode(Path("a.json"), content, "run").result.measured, [60, 80, 100])
     assert any(

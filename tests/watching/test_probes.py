@@ -11,6 +11,7 @@ from torch.autograd import graph
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
+from steadytorch.findings.watched_steps import SteppedOptimizer
 from steadytorch.watching.clock import LOADER, MODULE, OPTIMIZING, SLICES, StepClock
 from steadytorch.watching.flight import FlightRecorder
 from steadytorch.watching.probes import Probes, probe_cost
@@ -210,3 +211,42 @@ def test_compiled_code_is_the_same(flight):
         assert counted() == plain
     finally:
         probes.remove()
+
+
+def stepped(**options):
+    """What probes tell of AdamW over 30 parameters, one of them frozen."""
+    probes = Probes(StepClock())
+    probes.install()
+    try:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(15)))
+        model[0].weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    finally:
+        probes.remove()
+    return probes.stepped()
+
+
+@pytest.mark.parametrize(
+    ("options", "fused", "parameters", "single"),
+    [
+        ({}, False, 29, True),
+        ({"foreach": False}, False, 29, True),
+        ({"foreach": True}, False, 29, False),
+        ({"fused": True}, True, 0, False),
+    ],
+)
+def test_how_an_optimizer_updates_is_noted(options, fused, parameters, single):
+    assert stepped(**options) == [SteppedOptimizer("AdamW", fused, parameters, single)]
+
+
+def test_a_fused_optimizer_does_not_hide_another_of_its_class():
+    probes = Probes(StepClock())
+    probes.install()
+    try:
+        for fused in (False, True):
+            train(1, optimizer=lambda p, fused=fused: torch.optim.Adam(p, fused=fused))
+    finally:
+        probes.remove()
+    assert probes.stepped() == [SteppedOptimizer("Adam", False, 4, True)]

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from steadytorch.findings.watched_steps import SteppedOptimizer
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.process import ProcessSampler, _run_and_wait_ns
 from steadytorch.watching.stacks import StackSampler
@@ -38,12 +39,12 @@ def test_a_busy_thread_is_seen_with_its_line_before_an_idle_one():
         busy.join()
         idle.join()
     sampler.stop()
-    setting = sampler.setting({"SGD": True})
+    setting = sampler.setting([SteppedOptimizer("SGD", True)])
     busiest = setting.others[0]  # threads of earlier tests may be listed too
     assert busiest.name == "busy"
     assert busiest.busy > 0
     assert busiest.line.startswith("test_process.py:")
-    assert setting.optimizers == (("SGD", True),)
+    assert setting.optimizers == (SteppedOptimizer("SGD", True),)
     assert 0 <= setting.off_core <= 1
     assert 0 <= setting.core_wait <= 1
 
@@ -53,11 +54,11 @@ def test_modes_are_seen_while_they_are_on():
     with torch.autograd.set_detect_anomaly(True):
         sampler.look(lambda frame: "")
     sampler.look(lambda frame: "")
-    assert sampler.setting({}).modes == (("torch.autograd.set_detect_anomaly", 0.5),)
+    assert sampler.setting(()).modes == (("torch.autograd.set_detect_anomaly", 0.5),)
 
 
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):
     sampler = ProcessSampler("cpu")
-    alone = sampler.setting({}).cores
+    alone = sampler.setting(()).cores
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert sampler.setting({}).cores == max(1, alone // 2)
+    assert sampler.setting(()).cores == max(1, alone // 2)

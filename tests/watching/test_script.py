@@ -121,7 +121,6 @@ def test_training_is_the_same_and_reported(script, tmp_path):
     assert found.stdout == expected.stdout
     assert found.stderr.startswith(expected.stderr)
     lines = found.stderr[len(expected.stderr) :].decode().splitlines()
-    assert len(lines) <= 30
     assert max(map(len, lines)) <= 80
     assert "29 optimizer steps" in lines[2]
     saved = json.loads(files[0].read_bytes())
@@ -161,6 +160,9 @@ def test_ctrl_c_reaches_the_script_and_the_summary_follows(script, tmp_path, opt
         ([], "nothing to run"),
         (["no.py"], "there is no script no.py"),
         (["."], "is a folder"),
+        (["--keepslow", "3", "x.py"], "no such option --keepslow; did you mean --keep-slow?"),
+        (["--jsn=x", "x.py"], "no such option --jsn; did you mean --json?"),
+        (["-x", "x.py"], "no such option -x; see steady run --help"),
         (["-m", "nothing_here"], "there is no module 'nothing_here'"),
         (["--json", "-", "x.py"], "standard output belongs to the script"),
         (["--json", "/nowhere/x.json", "x.py"], "there is no folder"),

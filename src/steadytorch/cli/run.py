@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def run(
     if module is None:
         if not arguments:
             raise UsageError("nothing to run: give a script, or a module with -m")
-        request["script"] = _existing(arguments.pop(0))
+        request["script"] = _existing(arguments.pop(0), click.get_current_context())
     elif find_spec(module.partition(".")[0]) is None and not _here(module):
         raise UsageError(f"there is no module {module!r}: check its name and the folder")
     from steadytorch.watching.script import command
@@ -84,11 +85,17 @@ def run(
     os.execve(line[0], line, environment)
 
 
-def _existing(path: str) -> str:
+def _existing(path: str, ctx: click.Context) -> str:
     found = Path(path)
     if found.is_dir():
         raise UsageError(f"{path} is a folder: give a script, or a module with -m")
     if not found.is_file():
+        if path.startswith("-"):
+            name = path.partition("=")[0]
+            known = [each for option in ctx.command.get_params(ctx) for each in option.opts]
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see steady run --help"
+            raise UsageError(f"no such option {name}; {hint}")
         raise UsageError(f"there is no script {path}")
     if not os.access(found, os.R_OK):
         raise UsageError(f"{path} cannot be read: no permission")

@@ -30,6 +30,24 @@ class BusyThread:
 
 
 @dataclass(frozen=True)
+class SteppedOptimizer:
+    """An optimizer whose `step` ran in the script.
+
+    Attributes:
+        name: its class.
+        fused: whether all its parameter groups use the fused implementation.
+        parameters: parameters with a gradient in the groups that are not fused; 0 if unknown.
+        single: whether these are updated one after another although the class has a fused
+            implementation.
+    """
+
+    name: str
+    fused: bool
+    parameters: int = 0
+    single: bool = False
+
+
+@dataclass(frozen=True)
 class Setting:
     """How the watched process is set up.
 
@@ -37,7 +55,7 @@ class Setting:
         device: `cpu` or `cuda`.
         threads: threads of PyTorch's operators.
         cores: cores for this process: those allowed, over the processes of the job here.
-        optimizers: class of each optimizer that stepped, and whether it is fused.
+        optimizers: the optimizers that stepped, one for each class.
         modes: debugging modes and the share of the samples in which each was on.
         off_core: share of the time in which the watched thread neither ran nor waited for a
             core; None if unknown.
@@ -48,7 +66,7 @@ class Setting:
     device: str = "cpu"
     threads: int = 1
     cores: int = 1
-    optimizers: tuple[tuple[str, bool], ...] = ()
+    optimizers: tuple[SteppedOptimizer, ...] = ()
     modes: tuple[tuple[str, float], ...] = ()
     off_core: float | None = None
     core_wait: float | None = None
@@ -96,6 +114,15 @@ class WatchedSteps:
     def share(self, name: str) -> float:
         """Share of a slice in the time of all steps."""
         return self.mean(name) / self.step_ns
+
+    def usual_share(self, name: str) -> float:
+        """Share of a slice in the time of the faster half of the steps.
+
+        Waits for cores lengthen slices of several threads more, and so distort `share`.
+        """
+        totals = self.totals_ns
+        fast = totals <= np.median(totals)
+        return float(self.slices_ns[name][fast].sum() / totals[fast].sum())
 
     def variance_share(self, name: str) -> float | None:
         """Share of a slice in the variance of the steps; None if they do not vary."""

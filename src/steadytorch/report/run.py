@@ -1,4 +1,4 @@
-"""Watched steps in the terminal: at most 30 lines of 80 columns."""
+"""Watched steps in the terminal: at most 30 lines of 80 columns, and more if fixes are long."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from steadytorch.results.watched import Watched
 WIDTH = 80
 MOST_FINDINGS = 3
 MOST_SLOW = 2
+MOST_REMARKS = 2
 _MOST_SLICES = 5
 _LEAST_SHARE = 0.005
 _MODEL = ("forward", "backward", "optimizer", "evaluation")
@@ -32,7 +33,7 @@ _WORTH_TUNING = 0.3
 
 
 def render_run(console: Console, name: str, result: Watched) -> None:
-    """Prints where time and variability went, in at most 30 lines.
+    """Prints where time and variability went; only fixes may take more than 30 lines.
 
     Args:
         console: where to print.
@@ -48,18 +49,19 @@ def render_run(console: Console, name: str, result: Watched) -> None:
     _slices(console, result)
     shown = [each for each in result.findings if not each.information][:MOST_FINDINGS]
     console.print(Text("Findings, worst first" if shown else "No findings", "bold"))
-    fix_lines = 1 if len(shown) == MOST_FINDINGS else 2
     for number, finding in enumerate(shown, 1):
         print_indented(console, Text(plain(f"{number}. {finding.title}"), "yellow"), 2, 2)
         detail = evidence(finding)
         if detail:
             print_indented(console, Text(plain(detail)), 5, 1)
-        print_indented(console, Text(plain(f"fix: {finding.fix}")), 5, fix_lines)
+        print_indented(console, Text(plain(f"fix: {finding.fix}")), 5)
     lines = list(slow_steps(result))
     if lines:
         console.print(Text("Slow steps", "bold"))
     for line in lines:
         print_indented(console, Text(plain(line)), 2, 1)
+    for line in result.remarks[:MOST_REMARKS]:
+        print_indented(console, Text(plain(line), "dim"), 0, 1)
     for line in advice(result):
         print_indented(console, Text(plain(line)), 0, 2)
 
@@ -86,9 +88,10 @@ def headline(result: Watched) -> Iterator[str]:
         f"{seconds(result.elapsed_s)}: median {duration(measured.median_ns)}, {name} "
         f"{percent_above(tail, measured.median_ns)}"
     )
-    steadiness = "steady" if measured.steady else f"not steady: {measured.why_unsteady}"
+    # A series without drift may have a long tail, so the word "steady" would mislead here.
+    drift = "no drift" if measured.steady else f"drift not excluded: {measured.why_unsteady}"
     warm = measured.warmup_dropped
-    yield steadiness + (f", after a warm-up of {counted(warm, 'step')}" if warm else "")
+    yield drift + (f", after a warm-up of {counted(warm, 'step')}" if warm else "")
     memory = (
         ""
         if result.peak_memory_bytes is None
@@ -149,8 +152,12 @@ def advice(result: Watched) -> Iterator[str]:
     total = sum(means.values())
     busy = sum(means.get(name, 0.0) for name in _MODEL) / total if total else 0.0
     if busy >= _WORTH_TUNING:
-        trains = " --train" if means.get("backward") else ""
+        returned = (
+            "steady.Workload.training(model, inputs, loss, optimizer)"
+            if means.get("backward")
+            else "(model, inputs)"
+        )
         yield (
-            f"The model takes {100 * busy:.0f} % of the time. Next: steady tune "
-            f"FILE:FACTORY{trains}, where FACTORY() returns (model, inputs)"
+            f"The model takes {100 * busy:.0f} % of the time. Next: steady explain FILE:FACTORY; "
+            f"FACTORY() returns {returned}"
         )

@@ -1,4 +1,9 @@
-"""One line on standard error that shows how the watched steps run."""
+"""One line on standard error that shows how the watched steps run.
+
+The line is drawn below the cursor, which stays where the script left it, so that the script's next
+output has a line of its own. If the script writes several lines within a second, the second one
+overwrites the live line in part: only a wrapper of its streams could erase the live line in time.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,16 @@ from steadytorch.watching.clock import SLICES, UNITS, StepClock
 
 _RECENT = 200
 _PAUSE_S = 1.0
+_ERASE = "\x1b[J"
+"""Erases from the cursor to the end of the screen (VT100, ED)."""
+_BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r"
+_BACK = "\x1b8"
+"""Scroll if there is no line below the cursor (IND, CUU), save the cursor (DECSC), and go to that
+line (CUD); restore the cursor (DECRC). The column is kept throughout."""
 
 
 class LiveLine:
-    """A line that is redrawn every second and erased at the end.
+    """A line below the cursor that is redrawn every second and erased at the end.
 
     Args:
         clock: the steps to show.
@@ -34,17 +45,23 @@ class LiveLine:
         self._stop.set()
         self._thread.join(1.0)
 
+    def draw(self) -> None:
+        """Draw the line below the cursor."""
+        line = text(self._clock)[: shutil.get_terminal_size().columns - 1]
+        print(f"{_ERASE}{_BELOW}{line}{_BACK}", end="", file=sys.stderr, flush=True)
+
+    def erase(self) -> None:
+        """Erase the line, if the script wrote at most one line since it was drawn."""
+        print(_ERASE, end="", file=sys.stderr, flush=True)
+
     def _run(self) -> None:
         drawn = False
         while not self._stop.wait(_PAUSE_S):
             if self._clock.steps:
-                width = shutil.get_terminal_size().columns - 1
-                print(
-                    f"\r{text(self._clock)[:width]:<{width}}", end="", file=sys.stderr, flush=True
-                )
+                self.draw()
                 drawn = True
         if drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.erase()
 
 
 def text(clock: StepClock) -> str:

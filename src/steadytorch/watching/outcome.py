@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.errors import one_line
 from steadytorch.findings.figures import duration
 from steadytorch.findings.finding import Case
-from steadytorch.findings.watched_steps import Setting, WatchedSteps
+from steadytorch.findings.watched_steps import Setting, SteppedOptimizer, WatchedSteps
 from steadytorch.ledger.variability import FEWEST, TOLD
 from steadytorch.measure.causes import CONTEXT_SWITCH, CPU_STEAL
 from steadytorch.measure.variability import UNATTRIBUTED
@@ -49,7 +50,7 @@ def outcome(
     *,
     elapsed_ns: int,
     error: BaseException | None = None,
-    optimizers: dict[str, bool] | None = None,
+    optimizers: Iterable[SteppedOptimizer] = (),
     rank: int = 0,
     ranks: tuple[dict[int, dict[str, tuple[float, float]]], str] = ({}, ""),
     traces: Path | None = None,
@@ -62,7 +63,7 @@ def outcome(
         recording: telemetry of the steps; None likewise.
         elapsed_ns: time from start to end of the watch.
         error: the exception that ended the watched code.
-        optimizers: class of each optimizer that stepped, and whether it is fused.
+        optimizers: the optimizers that stepped.
         rank: this process's rank in its job.
         ranks: by rank, mean time of each slice and its standard error in ns, if this rank
             collected them; and a remark.
@@ -80,7 +81,7 @@ def outcome(
         return Watched(**known)
     seen = _Seen(clock, sampler)
     around = sampler.process
-    setting = Setting() if around is None else around.setting(optimizers or {})
+    setting = Setting() if around is None else around.setting(optimizers)
     cost = probe_cost()
     spent = cost.of(clock) + sampler.cpu_ns
     if clock.flight is not None:
@@ -107,6 +108,8 @@ def outcome(
     slowest, remarks = seen.slow(measured), [*_remarks(clock), *filter(None, (ranks[1],))]
     if clock.flight is not None and traces is not None:
         remarks += _of_flight(clock.flight, clock.steps)
+        if not slowest:
+            remarks.insert(0, "No step stood out: no trace was kept.")
         slowest = _with_traces(slowest, clock.flight, traces, sampler.names, recording, remarks)
     return Watched(
         **known,

@@ -11,9 +11,11 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import itemgetter
 from statistics import median
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,10 @@ from steadytorch.watching.clock import (
 )
 from steadytorch.watching.flight import FlightRecorder
 
-if TYPE_CHECKING:  # globals of the code that the probes replace
+if TYPE_CHECKING:
+    from steadytorch.findings.watched_steps import SteppedOptimizer
+
+    # globals of the code that the probes replace
     torch: Any
     __steadytorch_begin__: Callable[[Any], bool]
     __steadytorch_call__: Callable[..., Any]
@@ -46,6 +51,7 @@ _BEGIN, _END = "__steadytorch_begin__", "__steadytorch_end__"
 _REPEATS, _CALLS, _EVICTED_BYTES = 20, 300, 8 << 20
 """Repetitions; calls in each of probes that follow one another; memory written before a call of the
 others, whose code is fetched anew since the step needs the caches for its own data."""
+_work = itemgetter(1)
 _COPIES = ("to", "cuda", "copy_")
 _WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
@@ -93,8 +99,8 @@ class Probes:
         self._undo: list[Callable[[], None]] = []
         self._stepping: object = None
         self._collecting = False
-        self.optimizers: dict[str, bool] = {}
-        """Class of each optimizer that stepped, and whether it is fused."""
+        self._seen: dict[int, tuple[Any, int]] = {}
+        self._stepped: dict[str, tuple[bool, int, bool]] = {}
 
     def install(self) -> None:
         """Install the probes; PyTorch must be imported."""
@@ -224,7 +230,32 @@ class Probes:
             self._clock.reset()
         if self._clock.begin(OPTIMIZER):
             self._stepping = id(optimizer)
-            self.optimizers[type(optimizer).__name__] = bool(optimizer.defaults.get("fused"))
+            seen, groups = self._seen.get(id(optimizer), (None, 0))
+            if seen is None or seen() is not optimizer or groups != len(optimizer.param_groups):
+                self._describe(optimizer)
+
+    def _describe(self, optimizer: Any) -> None:
+        """Note how an optimizer updates; of several of a class, the one with most unfused work."""
+        groups, cls = optimizer.param_groups, type(optimizer)
+        self._seen[id(optimizer)] = weakref.ref(optimizer), len(groups)
+        unfused, single = 0, "fused" in optimizer.defaults
+        for group in groups:
+            if group.get("fused"):
+                continue
+            updated = [each for each in group["params"] if each.grad is not None]
+            unfused += len(updated)
+            # PyTorch's default is foreach on a GPU, and single tensors on a CPU.
+            foreach = group.get("foreach")
+            on_cpu = all(each.device.type == "cpu" for each in updated)
+            single = single and not foreach and (on_cpu or foreach is False)
+        found = unfused == 0, unfused, single and unfused > 0
+        self._stepped[cls.__name__] = max(self._stepped.get(cls.__name__, found), found, key=_work)
+
+    def stepped(self) -> list[SteppedOptimizer]:
+        """The optimizers that stepped, one for each class."""
+        from steadytorch.findings.watched_steps import SteppedOptimizer
+
+        return [SteppedOptimizer(name, *found) for name, found in self._stepped.items()]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         import torch

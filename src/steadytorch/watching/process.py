@@ -6,11 +6,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steadytorch.findings.watched_steps import BusyThread, Setting
+    from steadytorch.findings.watched_steps import BusyThread, Setting, SteppedOptimizer
 
 INTERVAL_NS = 250_000_000
 """Time between two looks at the other threads."""
@@ -68,11 +68,11 @@ class ProcessSampler:
         """End the account of the watched thread; called in it."""
         self._ended = time.perf_counter_ns(), _run_and_wait_ns(self._watched)
 
-    def setting(self, optimizers: dict[str, bool]) -> Setting:
+    def setting(self, optimizers: Iterable[SteppedOptimizer]) -> Setting:
         """How the process is set up, and what ran in it.
 
         Args:
-            optimizers: class of each optimizer that stepped, and whether it is fused.
+            optimizers: the optimizers that stepped.
         """
         from steadytorch.findings.watched_steps import Setting
 
@@ -82,7 +82,7 @@ class ProcessSampler:
             device=self._device,
             threads=self._threads,
             cores=_cores(),
-            optimizers=tuple(optimizers.items()),
+            optimizers=tuple(optimizers),
             modes=tuple((name, n / max(1, self._samples)) for name, n in self._modes.items()),
             off_core=off_core,
             core_wait=core_wait,

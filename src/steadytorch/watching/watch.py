@@ -185,7 +185,7 @@ class Watch(Generic[T]):
                 None if self._recorder is None else self._recorder.recording,
                 elapsed_ns=self._elapsed_ns,
                 error=self._error,
-                optimizers=self._probes.optimizers,
+                optimizers=self._probes.stepped(),
                 rank=self._job.rank,
                 ranks=self._ranks,
                 traces=self._traces,
@@ -259,7 +259,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether standard error is a terminal that moves its cursor."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def forget_in_child() -> None:
