@@ -25,7 +25,7 @@ def _printed(name="resnet50", everything=False, width=80, **fields):
 def test_the_headline_names_the_regime_and_what_it_means():
     flat = _printed().flat
     assert "resnet50: launch-bound, the GPU waits for the host to launch work" in flat
-    assert "95.00 ms a step without the profiler, steady, p99 +0.2 %" in flat
+    assert "95.00 ms a step without the profiler, no drift, p99 +0.2 %" in flat
     assert "100.0 ms a step, mean of 2 profiled, 1.05x the time without" in flat
     assert "GPU busy 65.0 %" in flat
 
@@ -45,7 +45,7 @@ def test_one_step_and_a_trace_without_marks_say_so():
 
 def test_an_unsteady_measurement_says_why():
     few = series(count=20)
-    assert f"not steady: {few.why_unsteady}, p90" in _printed(measured=few).flat
+    assert f"drift not excluded: {few.why_unsteady}, p90" in _printed(measured=few).flat
 
 
 def test_what_was_not_profiled_is_left_out():

@@ -26,7 +26,7 @@ def _printed(result, name="resnet50", **options):
 def test_a_steady_series_reads_as_one_line():
     result = measured(median_ns=12.414e6, median_ci_ns=(12.382e6, 12.447e6))
     assert headline(result) == (
-        "12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +0.2 %; no outliers in 1,000"
+        "12.41 ms, 95 % within 12.38 to 12.45; no drift; p99 +0.2 %; no outliers in 1,000"
     )
 
 
@@ -51,7 +51,7 @@ def test_few_samples_show_the_90th_percentile_and_why_there_is_no_interval():
 
 def test_what_is_not_steady_says_why_once():
     line = headline(measured(process(STATES)))
-    assert "no interval; not steady: " in line
+    assert "no interval; drift not excluded: " in line
     assert line.count("no steady state") == 1
 
 
@@ -69,7 +69,7 @@ def test_too_few_samples_are_told_once():
     line = headline(measured(process(series(count=12))))
     assert line.count("too few samples") == 1
     assert "no interval: too few samples (12 effective of 50 needed)" in line
-    assert "not steady" not in line
+    assert "drift" not in line
 
 
 def test_the_representative_is_the_process_in_the_middle():

@@ -11,7 +11,14 @@ from steadytorch.findings.finding import NO_GPU_EVENTS
 from steadytorch.quantities import counted
 from steadytorch.rates.regime import REGIMES
 from steadytorch.report.ledger import in_words, render_ledger
-from steadytorch.report.text import duration, percent_above, plain, print_indented, share
+from steadytorch.report.text import (
+    duration,
+    format_drift,
+    percent_above,
+    plain,
+    print_indented,
+    share,
+)
 from steadytorch.results.explain import Abstention, Explanation, Finding, Line, Roofline
 from steadytorch.traces.kernel_names import short
 
@@ -91,11 +98,10 @@ def times(result: Explanation) -> Iterator[str]:
     """Time of a step, without and with the profiler."""
     if result.measured is not None:
         period = result.measured
-        steadiness = "steady" if period.steady else f"not steady: {plain(period.why_unsteady)}"
         name, tail = ("p99", period.p99_ns) if period.p99_ns is not None else ("p90", period.p90_ns)
         yield (
-            f"{duration(period.median_ns)} a step without the profiler, {steadiness}, "
-            f"{name} {percent_above(tail, period.median_ns)}"
+            f"{duration(period.median_ns)} a step without the profiler, "
+            f"{plain(format_drift(period))}, {name} {percent_above(tail, period.median_ns)}"
         )
     if result.steps:
         yield _profiled(result)

@@ -12,6 +12,7 @@ from steadytorch.quantities import counted, size
 from steadytorch.report.charts import histogram, timeline, timeline_scale
 from steadytorch.report.text import (
     duration,
+    format_drift,
     percent_above,
     plain,
     print_indented,
@@ -25,11 +26,11 @@ _TOO_FEW = "too few samples"
 
 
 def headline(result: Measurement) -> str:
-    """One line such as `12.41 ms, 95 % within 12.38 to 12.45; steady; p99 +1.9 %`."""
+    """One line such as `12.41 ms, 95 % within 12.38 to 12.45; no drift; p99 +1.9 %`."""
     shown = _series(result)
     parts = [_median(result)]
     if not _too_few(result):
-        parts.append("steady" if shown.steady else f"not steady: {shown.why_unsteady}")
+        parts.append(format_drift(shown))
     if shown.p99_ns is not None:
         parts.append(f"p99 {percent_above(shown.p99_ns, shown.median_ns)}")
     else:
@@ -52,7 +53,7 @@ def _median(result: Measurement) -> str:
     text = f"{figure(result.median_ns)} {name}"
     if result.median_ci_ns is None:
         why = _why(result)
-        # The next part of the headline says why it is not steady.
+        # The next part of the headline says so.
         told = why is None or why == _series(result).why_unsteady
         return f"{text}, no interval" + ("" if told else f": {why}")
     low, high = map(figure, result.median_ci_ns)
@@ -60,7 +61,7 @@ def _median(result: Measurement) -> str:
 
 
 def _too_few(result: Measurement) -> bool:
-    """Whether too few samples are the reason for the missing interval and for "not steady"."""
+    """Whether too few samples explain both a missing interval and doubts about drift."""
     unsteady = _series(result).why_unsteady or ""
     missing = result.median_ci_ns is None and (_why(result) or "")
     return bool(missing) and all(why.startswith(_TOO_FEW) for why in (missing, unsteady))

@@ -13,6 +13,7 @@ from steadytorch.quantities import counted, size
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.text import (
     duration,
+    format_drift,
     percent_above,
     plain,
     print_indented,
@@ -88,10 +89,8 @@ def headline(result: Watched) -> Iterator[str]:
         f"{seconds(result.elapsed_s)}: median {duration(measured.median_ns)}, {name} "
         f"{percent_above(tail, measured.median_ns)}"
     )
-    # A series without drift may have a long tail, so the word "steady" would mislead here.
-    drift = "no drift" if measured.steady else f"drift not excluded: {measured.why_unsteady}"
     warm = measured.warmup_dropped
-    yield drift + (f", after a warm-up of {counted(warm, 'step')}" if warm else "")
+    yield format_drift(measured) + (f", after a warm-up of {counted(warm, 'step')}" if warm else "")
     memory = (
         ""
         if result.peak_memory_bytes is None

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from steadytorch.results.measure import Measurement
+
 _UNITS_NS = (("s", 1e9), ("ms", 1e6), ("us", 1e3), ("ns", 1.0))
 
 _ASCII = {
@@ -88,6 +90,11 @@ def seconds(value: float) -> str:
 def percent_above(value: float, base: float) -> str:
     """The excess of a value over a base, such as `+4.1 %`."""
     return f"{100 * (value / base - 1):+.1f} %"
+
+
+def format_drift(measured: Measurement) -> str:
+    """Whether the level changed, in words; not "steady", since the tail may be long."""
+    return "no drift" if measured.steady else f"drift not excluded: {measured.why_unsteady}"
 
 
 def share(part: float, whole: float) -> str:

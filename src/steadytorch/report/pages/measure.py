@@ -81,7 +81,7 @@ def _figures(document: MeasureResult, shown: ProcessMeasurement) -> Table:
         ("mean", duration(period.mean_ns)),
         ("CV", f"{100 * varies.cv:.2f} %, robust {100 * varies.robust_cv:.2f} %"),
         ("jitter from call to call", f"{100 * varies.jitter:.2f} %"),
-        ("steady", "yes" if period.steady else f"no: {period.why_unsteady}"),
+        ("drift", "none" if period.steady else f"not excluded: {period.why_unsteady}"),
         ("levels of the series", varies.regimes),
         ("samples", f"{len(period.samples_ns):,}, of which warm-up {period.warmup_dropped:,}"),
     ]
