@@ -139,6 +139,13 @@ def test_mode_tune_searches_anew_and_replaces_the_plan(tuned, searches):
     assert (plan.path, plan.candidate) == (tuned.plan.path, tuned.plan.candidate)
 
 
+def test_cores_are_contended_on_a_cpu_only(tuned, monkeypatch):
+    module = sys.modules[Session.__module__]
+    monkeypatch.setattr(module, "resolve_device", lambda device: "cuda:0")
+    with pytest.raises(UsageError, match="contended is for CPUs.*not for cuda:0: choose p99"):
+        Session(tuned.workload, SearchOptions(objective="contended"))
+
+
 @pytest.mark.parametrize(
     ("candidate", "not_tried", "budget_s", "again"),
     [

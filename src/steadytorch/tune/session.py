@@ -106,12 +106,12 @@ class Session:
         self._devices, self._runs_on = devices, dict(runs_on or {})
         first = devices.names[0] if devices else device or str(workload.device)
         self._device = resolve_device(self._runs_on.get(first, first))
-        self.facts: DeviceFacts = facts or load_facts(self._device)
         if options.objective == CONTENDED and torch.device(self._device).type != "cpu":
             raise UsageError(
                 f"objective {CONTENDED} is for CPUs, where a neighbour takes cores, not for "
                 f"{self._device}: choose p99"
             )
+        self.facts: DeviceFacts = facts or load_facts(self._device)
         self._ambient = transforms.ambient()
         self._signature = (signature or workload.signature()).on(torch.device(self._device).type)
         self.key: Key = make_key(
