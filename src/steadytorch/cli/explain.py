@@ -22,7 +22,7 @@ TRACES = (".json", ".json.gz")
 @click.command()
 @click.argument("subjects", nargs=-1, required=True, metavar="WORKLOAD|TRACE...")
 @options.shaping
-@click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
+@options.budget("Total time for sampling", default="20s")
 @click.option(
     "--steps",
     default=5,

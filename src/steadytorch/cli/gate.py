@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=5),
     help="Most fresh pairs of processes for each workload.",
 )
-@click.option("--budget", metavar="TIME", help="Total time, such as 10m.  [default: no limit]")
+@options.budget("Total time")
 @options.metric
 @click.option("--base-env", metavar="PYTHON", help="Python executable for the base.")
 @click.option(

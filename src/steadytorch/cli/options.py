@@ -114,6 +114,25 @@ metric = click.option(
     show_default=True,
     help="latency: call to finished result; period: time per call with the queue filled.",
 )
+
+
+def budget(what: str, default: str | None = None) -> Callable[[Command], Command]:
+    """The option `--budget`.
+
+    Args:
+        what: what the time is for; begins the help.
+        default: the default; None for no limit.
+    """
+    unlimited = "" if default is not None else "  [default: no limit]"
+    return click.option(
+        "--budget",
+        default=default,
+        show_default=default is not None,
+        metavar="TIME",
+        help=f"{what}, such as 90s or 5m.{unlimited}",
+    )
+
+
 quiet = click.option("--quiet", is_flag=True, help="Print errors only.")
 store = click.option(
     "--store",
