@@ -93,10 +93,10 @@ def gate(
     render_gate(console, result)
     options.write_json(json_path, to_json(result, result.workload, load_facts(resolved)))
     options.write("--markdown", markdown_path, markdown(result).encode())
-    _leave(result)
+    _leave(result, quiet)
 
 
-def _leave(result: GateResult) -> None:
+def _leave(result: GateResult, quiet: bool) -> None:
     from steadytorch.report.gate import headline
     from steadytorch.report.text import plain
 
@@ -104,7 +104,8 @@ def _leave(result: GateResult) -> None:
         click.echo("steady: interrupted; earlier processes are above", err=True)
         sys.exit(INTERRUPTED)
     if result.gate_failed:
-        click.echo(f"steady: gate {headline(result)}", err=True)
+        if quiet:  # else the headline above says it
+            click.echo(f"steady: gate {headline(result)}", err=True)
         sys.exit(1)
     for row in result.failed:
         click.echo(f"steady: {plain(row.workload)}: {plain(row.reason)}", err=True)
