@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 from steadytorch.errors import UsageError
 
 LEAST_PROCESSES = 3
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=completion.workloads_or_results)
+@click.argument("b", metavar="B", shell_complete=completion.workloads_or_results)
 @options.shaping
 @click.option(
     "--processes",

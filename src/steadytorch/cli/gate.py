@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 
 if TYPE_CHECKING:
     from steadytorch.results.gate import GateResult
 
 
 @click.command()
-@click.argument("workloads", metavar="WORKLOAD...", nargs=-1, required=True)
+@click.argument(
+    "workloads", metavar="WORKLOAD...", nargs=-1, required=True, shell_complete=completion.workloads
+)
 @click.option(
     "--base", required=True, metavar="REV", help="Revision to compare with, such as origin/main."
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from steadytorch.cli import completion
 from steadytorch.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ def shaping(command: Command) -> Command:
 
 def workload(command: Command) -> Command:
     """The argument WORKLOAD and the options that shape it."""
-    return click.argument("workload", metavar="WORKLOAD")(shaping(command))
+    argument = click.argument("workload", metavar="WORKLOAD", shell_complete=completion.workloads)
+    return argument(shaping(command))
 
 
 def refuse_without(ctx: click.Context, needed: str, names: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
 
 
 @click.command()
-@click.argument("workload", metavar="[WORKLOAD]", required=False)
+@click.argument(
+    "workload", metavar="[WORKLOAD]", required=False, shell_complete=completion.workloads
+)
 @options.shaping
 @click.option(
     "--objective",
