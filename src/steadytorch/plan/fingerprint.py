@@ -291,7 +291,8 @@ def _aspects(difference: Difference) -> dict[str, tuple[str, str]]:
     found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if "shape" in found:
         found.pop("strides", None)
-        found["shape"] = tuple(each.replace(", ", "x") or "scalar" for each in found["shape"])
+        was, now = (each.replace(", ", "x") or "scalar" for each in found["shape"])
+        found["shape"] = was, now
     return found
 
 
