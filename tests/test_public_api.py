@@ -73,6 +73,7 @@ SIGNATURES = {
         "b: 'Workload | tuple[Any, Any] | str | Path', *, "
         "candidates: 'tuple[Candidate, Candidate]' = ((), ()), processes: 'int' = 1, "
         "metric: 'str' = 'latency', device: 'str | None' = None, seed: 'int' = 0, "
+        "budget: 'str | float' = '5m', "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'CompareResult'"
     ),
     "conv": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -169,6 +170,29 @@ def test_onnxruntime_has_to_run_on_its_cpu_provider():
     session = SimpleNamespace(get_providers=lambda: ["AzureExecutionProvider"])
     with pytest.raises(UnsupportedError, match="runs it on AzureExecutionProvider"):
         onnxruntime.prove(session)
+
+
+def test_only_the_warnings_on_torchvision_are_silenced(caplog):
+    logger = logging.getLogger(onnxruntime._REGISTRATION)
+    lost = "torchvision is not installed. Skipping %s"
+    with onnxruntime._without_torchvision_warnings():
+        logger.warning(lost, "torchvision::nms")
+        logger.warning("an operator is unknown")
+        logging.getLogger("torch.onnx").warning("opset 1 is old")
+    logger.warning(lost, "torchvision::nms")
+    assert [each.getMessage() for each in caplog.records] == [
+        "an operator is unknown",
+        "opset 1 is old",
+        "torchvision is not installed. Skipping torchvision::nms",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_conversion_is_silent_without_torchvision(caplog, capfd):
+    need("onnxruntime", "onnxscript")
+    onnxruntime.convert(export(tokens()))
+    assert "torchvision" not in caplog.text + capfd.readouterr().err
 
 
 def test_the_telemetry_of_openvino_stays_out():

@@ -24,7 +24,7 @@ def sides():
     return (made, (), "first"), (made, (), "second")
 
 
-def _blocks(level_ns, *, seed=0, ends=None, after=0):
+def _blocks(level_ns, *, seed=0, ends=None, after=0, noise=0.002):
     """Answers to `block`: noise around a level, and an exception after some of them."""
     rng, taken = Random(seed), []
 
@@ -32,7 +32,7 @@ def _blocks(level_ns, *, seed=0, ends=None, after=0):
         taken.append(metric)
         if ends is not None and len(taken) > after:
             raise ends
-        return [int(level_ns * rng.gauss(1.0, 0.002)) for _ in range(count)]
+        return [int(level_ns * rng.gauss(1.0, noise)) for _ in range(count)]
 
     return {"block": block}
 
@@ -180,6 +180,71 @@ def test_an_interrupt_before_the_first_pair_is_raised(sides, scripted):
     with pytest.raises(KeyboardInterrupt):
         compare_live(*sides)
     assert all(worker.killed and not worker.directory.exists() for worker in started)
+
+
+class Clock:
+    """Time in seconds that passes by blocks only."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(module, "monotonic", lambda: self.now)
+
+    def slows(self, script, seconds):
+        """The script with blocks that take some time."""
+        block = script["block"]
+
+        def slow(metric, count):
+            self.now += seconds
+            return block(metric, count)
+
+        return {**script, "block": slow}
+
+
+def test_a_budget_that_ends_keeps_the_interval_of_the_last_look(sides, scripted, monkeypatch):
+    clock, told = Clock(monkeypatch), []
+    scripts = [clock.slows(_blocks(2 * MS, seed=seed, noise=0.1), 5) for seed in (1, 2)]
+    started = scripted(module, *scripts)
+    found = compare_live(*sides, budget="150s", on_pair=lambda *pair: told.append(pair))
+    assert told == [(number, 60) for number in range(1, 16)]
+    assert [len(pairs) for pairs in found.samples] == [15]
+    assert (found.verdict, found.pairs) == ("undecided", 12)
+    assert found.effect.low < 0 < found.effect.high
+    assert found.note == (
+        "the budget of 150 s ended after 15 of at most 60 pairs of blocks: raise --budget"
+    )
+    assert all(worker.killed for worker in started)
+
+
+def test_a_budget_too_small_for_a_pair_takes_one(sides, scripted, monkeypatch):
+    clock = Clock(monkeypatch)
+    scripted(module, *[clock.slows(_blocks(2 * MS, seed=seed), 5) for seed in (1, 2)])
+    found = compare_live(*sides, budget=1)
+    assert (found.verdict, found.pairs, found.effect.low) == ("undecided", 1, None)
+
+
+def test_a_verdict_within_the_budget_has_no_note(sides, scripted, monkeypatch):
+    clock = Clock(monkeypatch)
+    scripts = [clock.slows(_blocks(level, seed=1), 5) for level in (2 * MS, 3 * MS)]
+    scripted(module, *scripts)
+    found = compare_live(*sides, budget="2m")
+    assert (found.verdict, found.pairs, found.note) == ("slower", 12, "")
+
+
+def test_processes_share_the_budget_and_what_others_leave(sides, scripted, monkeypatch):
+    clock = Clock(monkeypatch)
+    levels = [(2 * MS, 3 * MS), (2 * MS, 2 * MS), (2 * MS, 2 * MS)]
+    scripts = [
+        clock.slows(_blocks(level, seed=7 * i + j, noise=0.1), 5)
+        for i, pair in enumerate(levels)
+        for j, level in enumerate(pair)
+    ]
+    scripted(module, *scripts)
+    found = compare_live(*sides, processes=3, budget=420)
+    # The first needs 120 s of its 140, which leaves 150 s for each of the others.
+    assert [len(pairs) for pairs in found.samples] == [12, 15, 15]
+    assert found.note == (
+        "the budget of 420 s ended early in 2 of 3 pairs of processes: raise --budget"
+    )
 
 
 def test_no_processes_are_a_usage_error(sides, scripted):

@@ -107,13 +107,15 @@ def test_options_reach_the_comparison(steady, live):
     ended = steady(
         *("compare", "tiny.py:small", "tiny.py:small@inference_mode", "--batch", "5"),
         *("--processes", "3", "--metric", "period", "--seed", "7", "--device", "cpu"),
+        *("--budget", "90s"),
     )
     assert ended.code == 0
     ((a, b, arguments),) = asked
     assert (a[1], [str(spec) for spec in b[1]]) == ((), ["inference_mode"])
     assert a[0].inputs[0].shape == b[0].inputs[0].shape == (5, 64)
-    del arguments["progress"]
-    assert arguments == {"processes": 3, "metric": "period", "device": "cpu", "seed": 7}
+    del arguments["progress"], arguments["on_pair"]
+    expected = {"processes": 3, "metric": "period", "device": "cpu", "seed": 7, "budget": 90}
+    assert arguments == expected
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,8 @@ def test_one_saved_and_one_live_are_refused(steady, save, names):
 
 
 @pytest.mark.parametrize(
-    "option", [("--metric", "latency"), ("--processes", "5"), ("--batch", "2")]
+    "option",
+    [("--metric", "latency"), ("--processes", "5"), ("--budget", "1m"), ("--batch", "2")],
 )
 def test_options_of_live_comparisons_are_refused_for_saved_results(steady, folder, save, option):
     save("a.json", [10e6] * 5)

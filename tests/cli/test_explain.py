@@ -117,6 +117,24 @@ def test_what_is_no_trace_is_one_line(steady, folder, content):
     assert not (folder / "out.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "command"), [("run", "run"), ("measure", "measure"), ("sweep", "tune --list")]
+)
+def test_a_result_of_ours_is_named_with_the_command_that_shows_it(steady, folder, kind, command):
+    (folder / "a result.json").write_text(json.dumps({"schema": 1, "kind": kind, "steps": []}))
+    ended = steady("explain", "a result.json")
+    assert (ended.code, only_line(ended.err)) == (
+        2,
+        f"a result.json is a result of steady {command}: see it with "
+        "`steady report 'a result.json'`",
+    )
+
+
+def test_json_of_another_kind_is_no_result_of_ours(steady, folder):
+    (folder / "x.json").write_text(json.dumps({"schema": 1, "kind": "else"}))
+    assert "not a trace" in only_line(steady("explain", "x.json").err)
+
+
 def test_options_reach_the_session(steady, scripted):
     asked = scripted()
     ended = steady(

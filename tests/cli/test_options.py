@@ -69,6 +69,7 @@ COMMANDS = {
         ("B", "text", None),
         *SHAPING,
         ("--processes", "integer range", None),
+        ("--budget", "text", "5m"),
         ("--metric", "latency|period", "latency"),
         ("--fail-slower", "text", None),
         ("--markdown", "file", None),
@@ -211,6 +212,18 @@ def test_arguments_are_required_unless_shown_in_brackets(words):
 def test_batches_and_processes_start_at_one(words, option):
     (found,) = [p for p in _command(words).params if p.opts == [option]]
     assert (found.type.min, found.type.max) == (1, None)
+
+
+def test_every_budget_is_a_time_with_an_example():
+    budgets = [p for words in COMMANDS for p in _command(words).params if "--budget" in p.opts]
+    assert len(budgets) == 7
+    assert {each.metavar for each in budgets} == {"TIME"}
+    assert all(", such as 90s or 5m." in each.help for each in budgets)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_names_guides_rather_than_files_of_the_repository(steady, words):
+    assert ".md" not in steady(*words.split(), "--help").out
 
 
 def test_the_overview_lists_exactly_the_commands_there_are(steady):

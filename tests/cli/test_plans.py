@@ -92,7 +92,7 @@ def test_a_miss_in_mode_strict_names_the_field_that_differs(steady, store, field
     assert ended.code == 2
     line = only_line(ended.err)
     named = f"{field}.other was 1, is None" if isinstance(value, dict) else f"{field} was {changed}"
-    assert named in line
+    assert ("nearest plan: other" if field == "signature" else named) in line
 
 
 def test_a_miss_is_said_once_before_the_search(steady, monkeypatch):

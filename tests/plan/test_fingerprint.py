@@ -24,6 +24,7 @@ from steadytorch.plan.fingerprint import (
     canonical_json,
     differing_fields,
     format_differences,
+    format_nearest,
     in_environment,
     make_key,
     nearest,
@@ -244,6 +245,10 @@ def test_settings_and_inputs_are_compared_one_by_one(key: Key) -> None:
     ]
 
 
+def _tensor(shape=(64, 3), strides=(3, 1), dtype="float32", device="cpu"):
+    return f"{list(shape)} {dtype} strides {list(strides)} on {device}"
+
+
 # -- near misses --------------------------------------------------------------------------------
 
 
@@ -276,9 +281,55 @@ def test_a_workload_is_shown_by_twelve_digits_and_in_words(key: Key) -> None:
 
 
 def test_values_are_shown_long_enough_to_differ(key: Key) -> None:
-    strides = "[64, 3, 224, 224] float32 strides [150528, 50176, 224, 1] on "
-    old, new = (replace(key, inputs={"[0]": strides + device}) for device in ("cpu", "cuda"))
-    assert "on cpu, is" in format_differences(differing_fields(old, new))
+    old, new = (replace(key, inputs={"[0]": _tensor(device=device)}) for device in ("cpu", "cuda"))
+    assert format_differences(differing_fields(old, new)) == "inputs[0] device was cpu, is cuda"
+
+
+def test_shapes_are_shown_once(key: Key) -> None:
+    old = replace(key, signature="4x3:float32", inputs={"[0]": _tensor([4, 3], [3, 1])})
+    new = replace(key, signature="8x3:float32", inputs={"[0]": _tensor([8, 3], [3, 1])})
+    found = format_differences(differing_fields(old, new))
+    assert found == "signature was 4x3:float32, is 8x3:float32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (([4, 3], [3, 1]), ([8, 3], [3, 1]), "inputs[0] differs in shape"),
+        (([4, 3], [3, 1]), ([4, 5], [5, 1]), "inputs[0] differs in shape"),
+        (([4, 3], [3, 1]), ([4, 3], [1, 4]), "inputs[0] differs in strides"),
+        (([4, 3], [3, 1]), ([], []), "inputs[0] differs in shape"),
+        (([4], [1], "float16"), ([8], [1]), "inputs[0] differs in shape and dtype"),
+    ],
+)
+def test_the_nearest_plan_is_told_by_what_differs(key: Key, old, new, told) -> None:
+    before, after = (replace(key, inputs={"[0]": _tensor(*each)}) for each in (old, new))
+    assert format_nearest(differing_fields(before, after)) == f"nearest plan: {told}"
+    moved = replace(before, signature="4x3:float32")
+    found = format_nearest(differing_fields(moved, after))
+    assert found == f"nearest plan: 4x3:float32 ({told})"
+
+
+def test_many_inputs_that_differ_alike_are_told_together(key: Key) -> None:
+    names = [f"[{i}]" for i in range(7)]
+    old, new = (
+        replace(key, torch=version, inputs={name: _tensor([size], [1]) for name in names})
+        for size, version in ((4, "1"), (8, "2"))
+    )
+    assert format_nearest(differing_fields(old, new)) == (
+        "nearest plan: inputs[0], inputs[1], inputs[2], inputs[3] and 3 more differ in shape; "
+        "torch was 1, is 2"
+    )
+
+
+def test_other_inputs_differ_in_kind_and_nesting_in_words(key: Key) -> None:
+    old = replace(key, inputs={"[0]": "= 3", "structure": "TreeSpec(x)"})
+    new = replace(key, inputs={"[0]": "= 4", "structure": "TreeSpec(y)"})
+    told = "nearest plan: inputs[0] differs in value; the nesting of the inputs differs"
+    assert format_nearest(differing_fields(old, new)) == told
+    one, none = replace(key, inputs={"[0]": _tensor()}), replace(key, inputs={})
+    assert format_nearest(differing_fields(none, one)) == "nearest plan: inputs[0] differs in kind"
+    assert format_nearest([]) == ""
 
 
 def test_a_key_in_another_environment_keeps_what_was_asked(key: Key) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from steadytorch.report.gate import change, headline, markdown, render_gate, verdict
+from steadytorch.results.compare import Interval
 
 from .commits import ADDED, FAILED, JUDGED, SLOWER, gated
 
@@ -69,3 +70,22 @@ def test_the_terminal_shows_every_row_and_reason():
     text = " ".join(console.file.getvalue().split())
     for told in ("serving.py:factory", "12.00 ms", "slower", "OSError: | no <disk>"):
         assert told in text
+
+
+def test_names_are_whole_in_80_columns_and_what_is_detectable_is_below():
+    named = replace(SLOWER, workload="benchmarks/serving.py:factory")
+    unsure = replace(named, verdict="undecided", interval=Interval(0.1, -0.2034, 0.3123), mde=0.25)
+    console = Console(file=StringIO(), width=80)
+    render_gate(console, gated(named, unsure, FAILED))
+    lines = console.file.getvalue().splitlines()
+    assert sum(line.startswith(" benchmarks/serving.py:factory ") for line in lines) == 2
+    assert max(map(len, lines)) <= 80
+    flat = " ".join(console.file.getvalue().split())
+    assert "Detectable changes: benchmarks/serving.py:factory 25.0 %." in flat
+    assert "cannot tell; " not in flat
+
+
+def test_a_name_as_wide_as_the_screen_is_whole_over_several_lines():
+    console = Console(file=StringIO(), width=80)
+    render_gate(console, gated(replace(SLOWER, workload="x" * 100)))
+    assert console.file.getvalue().count("x") == 100

@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from steadytorch.errors import UsageError
 from steadytorch.report import html, pages
+from steadytorch.report.files import plotly_name
 from steadytorch.report.html import page
 
 from .documents import DOCUMENTS
@@ -271,3 +272,14 @@ def test_all_samples_are_told_where_few_are_drawn():
     (outlier,) = [trace for trace in traces if trace["name"] == "outlier: a pause"]
     assert outlier["x"] == [31_234]
     assert "are drawn" not in read(DOCUMENTS["measure"]).flat
+
+
+@pytest.mark.parametrize("embed", [False, True])
+def test_pages_with_charts_say_what_charts_need(embed):
+    made = page(HERE, DOCUMENTS["measure"], embed=embed)
+    beside = "" if embed else f", and {plotly_name()} beside it"
+    assert f"<p>This page opens offline. Its charts need JavaScript{beside}.</p>" in made
+    assert re.search("<noscript><p [^>]*>Charts need JavaScript", made)
+    without = page(HERE, DOCUMENTS["doctor"], embed=embed)
+    assert "<p>This page opens offline.</p>" in without
+    assert "noscript" not in without

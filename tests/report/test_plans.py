@@ -43,6 +43,13 @@ def test_a_plan_is_listed_with_its_id_name_inputs_and_gain(screen):
     assert "8x3x224x224:float32" in screen.text.replace("\n", "").replace(" ", "")
 
 
+def test_names_and_shapes_are_whole_in_80_columns(screen):
+    made = plan(name="serving.py:factory", candidate=LONG)
+    render_list(screen.console, [_stored(made)], ROOT)
+    for word in (made.id, "serving.py:factory", "8x3x224x224:float32", "attention_backend("):
+        assert word in screen.text
+
+
 def test_the_empty_plan_has_no_gain(screen):
     render_list(screen.console, [_stored(plan(candidate=()))], ROOT)
     assert "untouched" in screen.text

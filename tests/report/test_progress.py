@@ -165,3 +165,12 @@ def test_hostile_text_is_neutralised(clock, terminal):
     for sequence in ("\x1b[2J", "\x1b]0;", "\x07"):
         assert sequence not in screen.text
     assert "[red]boo[/red]" in screen.text
+
+
+def test_a_step_is_shown_on_the_live_line_only():
+    screen, plain = _terminal(), Screen(force_terminal=False)
+    for each in (screen, plain):
+        with Progress(each.console, 300, brief=True) as progress:
+            progress.step("pair of blocks 24 of at most 60")
+    assert "of 5 min 0 s: pair of blocks 24 of at most 60" in _visible(screen.text)
+    assert plain.text == ""

@@ -52,6 +52,24 @@ def test_the_id_is_the_start_of_the_digest(plan):
     assert len(plan.id) == 12
 
 
+def test_a_plan_prints_in_three_lines(plan, tmp_path):
+    assert str(plan).splitlines() == [
+        f"net, {plan.signature}: channels_last + inference_mode",
+        "1.50x as fast as untouched (99 % interval 1.40 to 1.60)",
+        f"plan {plan.id}, in memory only",
+    ]
+    path = write(tmp_path, plan)
+    assert str(load_plan(path)).endswith(f"\nplan {plan.id}, {path}")
+
+
+def test_an_empty_plan_prints_no_gain(plan):
+    empty = replace(plan, candidate=(), trains="0" * 64, name="net\x1b[2J")
+    assert str(empty).splitlines() == [
+        f"net?[2J (training), {plan.signature}: untouched",
+        f"plan {plan.id}, in memory only",
+    ]
+
+
 def test_a_plan_is_found_again_in_a_new_process(plan, tmp_path):
     path = write(tmp_path, plan)
     code = (

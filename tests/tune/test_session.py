@@ -142,7 +142,9 @@ def test_mode_tune_searches_anew_and_replaces_the_plan(tuned, searches):
 def test_cores_are_contended_on_a_cpu_only(tuned, monkeypatch):
     module = sys.modules[Session.__module__]
     monkeypatch.setattr(module, "resolve_device", lambda device: "cuda:0")
-    with pytest.raises(UsageError, match="contended is for CPUs.*not for cuda:0: choose p99"):
+    with pytest.raises(
+        UsageError, match="is for CPUs, where a neighbour takes cores, not for cuda:0"
+    ):
         Session(tuned.workload, SearchOptions(objective="contended"))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import tempfile
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def convert(exported: Exported) -> dict[str, bytes]:
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise UnsupportedError(WRITES)
         # The exporter reports its progress on standard output.
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), _without_torchvision_warnings():
             converted = torch.onnx.export(program, dynamo=True, verbose=False)
     if converted is None:
         raise UnsupportedError("PyTorch's exporter returned no model")
@@ -63,6 +64,25 @@ def convert(exported: Exported) -> dict[str, bytes]:
     except ValueError as error:  # protobuf's own limit
         raise UnsupportedError(f"the model exceeds ONNX's limit of 2 GiB: {error}") from error
     return {MODEL: data}
+
+
+_REGISTRATION = "torch.onnx._internal.exporter._registration"
+"""The logger that warns of each operator of torchvision if that is not installed."""
+
+
+def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("torchvision is not installed")
+
+
+@contextmanager
+def _without_torchvision_warnings() -> Iterator[None]:
+    """Drops warnings that torchvision is missing, which do not concern models without it."""
+    logger = logging.getLogger(_REGISTRATION)
+    logger.addFilter(_is_not_of_torchvision)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_not_of_torchvision)
 
 
 def load(parts: Mapping[str, Any], form: Form, threads: int, spins: bool) -> Run:

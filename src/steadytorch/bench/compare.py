@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -18,10 +19,11 @@ from steadytorch.bench.series import Series
 from steadytorch.bench.sustained_runs import run_sustained
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UsageError
-from steadytorch.measure.race import LEAST_PROCESSES, judge, machine_claim
+from steadytorch.measure.race import LEAST_PROCESSES, LOOKS, judge, machine_claim
 from steadytorch.measure.race import compare as race_pairs
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
+from steadytorch.quantities import parse_duration
 from steadytorch.results.candidate import Candidate
 from steadytorch.results.compare import CompareResult, Effect, Side, SustainedRun
 from steadytorch.workload.given import workload_of
@@ -30,6 +32,8 @@ from steadytorch.workload.workload import Workload
 METRICS = ("latency", "period")
 LONG_NS = 150e6
 """Iteration time from which a block has three iterations instead of seven."""
+BUDGET = "5m"
+"""Default time for a comparison."""
 
 
 _T = TypeVar("_T")
@@ -46,6 +50,7 @@ def compare(
     metric: str = "latency",
     device: str | None = None,
     seed: int = 0,
+    budget: str | float = BUDGET,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CompareResult:
     """Compares two workloads, or two results saved by `steady measure --json`.
@@ -61,6 +66,7 @@ def compare(
         metric: `latency` or `period`.
         device: where to run; None for A's device.
         seed: seed of the block order.
+        budget: time for the comparison, such as `5m`; see `compare_live`.
         progress: called with progress messages.
 
     Raises:
@@ -76,16 +82,18 @@ def compare(
             metric=metric,
             device=device,
             seed=seed,
+            budget=budget,
             progress=progress,
         )
     if not isinstance(a, str | Path) or not isinstance(b, str | Path):
         raise UsageError(
             "cannot compare a saved result with a live workload: pass two files or two workloads"
         )
-    if (candidates, processes, metric, device, seed) != (((), ()), 1, "latency", None, 0):
+    given = candidates, processes, metric, device, seed, budget
+    if given != (((), ()), 1, "latency", None, 0, BUDGET):
         raise UsageError(
-            "candidates, processes, metric, device and seed apply only to live comparisons: omit "
-            "them for saved results"
+            "candidates, processes, metric, device, seed and budget apply only to live "
+            "comparisons: omit them for saved results"
         )
     return compare_files(a, b)[0]
 
@@ -98,11 +106,17 @@ def compare_live(
     metric: str = "latency",
     device: str | None = None,
     seed: int = 0,
+    budget: str | float = BUDGET,
     progress: Callable[[str], None] = lambda message: None,
+    on_pair: Callable[[int, int], None] = lambda number, most: None,
 ) -> CompareResult:
     """Times two workloads against each other in live workers, block by block in random order.
 
     Ctrl-C ends the comparison early and keeps the pairs taken so far.
+
+    The budget is divided evenly among the pairs of workers. Each of them takes at least one pair of
+    blocks, even if that exceeds the budget. Verdicts come from the same planned looks with any
+    budget.
 
     Args:
         a: the first workload.
@@ -111,7 +125,9 @@ def compare_live(
         metric: `latency` or `period`.
         device: where to run; None for A's device.
         seed: seed of the block order.
+        budget: time for all blocks, such as `5m`, or seconds; start and warm-up come on top.
         progress: called with progress messages.
+        on_pair: called before each pair of blocks with its number and the maximum number of pairs.
 
     Raises:
         UsageError: a workload fails before anything was timed, or an argument is wrong.
@@ -121,6 +137,7 @@ def compare_live(
         raise UsageError(f"cannot compare in {processes} processes: give 1 or more")
     if metric not in METRICS:
         raise UsageError(f"unknown metric {metric!r}: choose one of {', '.join(METRICS)}")
+    seconds = parse_duration(budget)
     target = resolve_device(device or str(a[0].device))
     rng, done, ended = Random(seed), list[_Taken](), None
     with shared_folder() as one, shared_folder() as other:
@@ -129,18 +146,24 @@ def compare_live(
             save_payload(workload, folder)
         while len(done) < processes and ended is None:
             progress(f"pair of processes {len(done) + 1} of {processes}")
-            taken = _one_pair(folders, (a, b), target, metric, rng, alone=not done)
+            left = seconds - sum(taken.seconds for taken in done)
+            limit = _Limit(left / (processes - len(done)), on_pair)
+            taken = _one_pair(folders, (a, b), target, metric, rng, limit, alone=not done)
             done.append(taken)
             ended = taken.ended
     if not any(taken.pairs for taken in done):
         raise UsageError(str(ended)) if isinstance(ended, _Fails) else KeyboardInterrupt
     times = np.concatenate([np.reshape(taken.pairs, (-1, 2)) for taken in done])
+    effect = _combined(done)
+    notes = [_too_few(processes), _cut_short(effect, done, seconds)]
     return CompareResult.of(
-        _combined(done),
+        effect,
         a=Side(a[2], float(np.median(times[:, 0]))),
         b=Side(b[2], float(np.median(times[:, 1]))),
         metric=metric,
-        note=f"stopped early: {ended}" if isinstance(ended, _Fails) else _too_few(processes),
+        note=f"stopped early: {ended}"
+        if isinstance(ended, _Fails)
+        else "; ".join(filter(None, notes)),
         samples=tuple(tuple(taken.pairs) for taken in done),
         failed=str(ended) if isinstance(ended, _Fails) else None,
         interrupted=isinstance(ended, KeyboardInterrupt),
@@ -158,16 +181,37 @@ def _too_few(processes: int) -> str:
     )
 
 
+def _cut_short(effect: Effect, done: Sequence[_Taken], budget_s: float) -> str:
+    """Note that the budget ended a comparison without a verdict; else ""."""
+    cut = [taken for taken in done if taken.cut_short]
+    if not cut or effect.verdict != "undecided":
+        return ""
+    if len(done) == 1:
+        what = f"after {len(cut[0].pairs)} of at most {LOOKS[-1]} pairs of blocks"
+    else:
+        what = f"early in {len(cut)} of {len(done)} pairs of processes"
+    return f"the budget of {budget_s:g} s ended {what}: raise --budget"
+
+
+class _Limit(NamedTuple):
+    """Time for the blocks of one pair of processes, and the callback for each pair of blocks."""
+
+    seconds: float
+    on_pair: Callable[[int, int], None]
+
+
 class _Fails(Exception):  # noqa: N818 - a workload's failure as a message
     """One of the two workloads failed."""
 
 
 class _Taken(NamedTuple):
-    """Samples of one pair of processes, and the exception that ended it early."""
+    """Samples of one pair of processes, and the exception or the limit that ended it early."""
 
     pairs: list[tuple[float, float]]
     ended: _Fails | KeyboardInterrupt | None
     dwells: tuple[SustainedRun, ...] = ()
+    cut_short: bool = False
+    seconds: float = 0.0
 
 
 def _one_pair(
@@ -176,12 +220,17 @@ def _one_pair(
     device: str,
     metric: str,
     rng: Random,
+    limit: _Limit,
     alone: bool,
 ) -> _Taken:
-    """Takes pairs until a look decides. With `alone`, then calls `run_sustained` on CUDA."""
+    """Takes pairs until a look decides or the time is over.
+
+    With `alone`, then calls `run_sustained` on CUDA, unless the time is over.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
-    ended, found = None, ()
+    ended, found, cut_short = None, (), False
+    start_s = seconds = 0.0
     try:
         workers.extend(Worker(HANDLER, folder, "side") for folder in folders)
         set_ups = [_of(sides[i], start, workers[i], device, sides[i][1]) for i in range(2)]
@@ -198,8 +247,18 @@ def _one_pair(
             ask = partial(workers[i].call, metric=metric, seconds=seconds, whole=True)
             return msgspec.convert(_of(sides[i], ask, "series", deadline_s + seconds), Series)
 
-        race_pairs(partial(block, 0), partial(block, 1), rng=rng)
-        if alone and device.startswith("cuda"):
+        def stop() -> bool:
+            nonlocal cut_short
+            taken = len(times[0])
+            cut_short = taken > 0 and monotonic() - start_s >= limit.seconds
+            if not cut_short:
+                limit.on_pair(taken + 1, LOOKS[-1])
+            return cut_short
+
+        start_s = monotonic()
+        race_pairs(partial(block, 0), partial(block, 1), rng=rng, stop=stop)
+        seconds = monotonic() - start_s
+        if alone and not cut_short and device.startswith("cuda"):
             found = run_sustained(series, rng)
     except (_Fails, KeyboardInterrupt) as reason:
         ended = reason
@@ -207,7 +266,7 @@ def _one_pair(
         for worker in workers:
             worker.kill()
     # If interrupted within a pair, one side has an extra block.
-    return _Taken(list(zip(*times, strict=False)), ended, found)
+    return _Taken(list(zip(*times, strict=False)), ended, found, cut_short, seconds)
 
 
 def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:

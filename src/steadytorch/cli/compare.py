@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 from steadytorch.errors import UsageError
 
 LEAST_PROCESSES = 3
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=completion.workloads_or_results)
+@click.argument("b", metavar="B", shell_complete=completion.workloads_or_results)
 @options.shaping
 @click.option(
     "--processes",
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     help="Fresh pairs of processes; 3 or more support a claim about the machine.  [default: 1, or "
     "5 with --fail-slower]",
 )
+@options.budget("Time for the comparison", default="5m")
 @options.metric
 @click.option(
     "--fail-slower",
@@ -47,6 +48,7 @@ def compare(
     train: bool,
     seed: int,
     processes: int | None,
+    budget: str,
     metric: str,
     fail_slower: float | None,
     markdown_path: Path | None,
@@ -62,7 +64,9 @@ def compare(
 
     from steadytorch.bench.compare import compare_files, compare_live
     from steadytorch.device.facts import load_facts, resolve_device
+    from steadytorch.quantities import parse_duration
     from steadytorch.report.compare import markdown, render_compare
+    from steadytorch.report.progress import Progress
     from steadytorch.results.saved import to_json
 
     replicates = _replicates(processes, fail_slower)
@@ -76,16 +80,25 @@ def compare(
     elif any(saved):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
     else:
+        budget_s = parse_duration(budget)
         shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
-        result = compare_live(
-            (*options.load_with_transforms(a, facts, quiet=quiet, **shape), a),
-            (*options.load_with_transforms(b, facts, quiet=quiet, **shape), b),
-            processes=replicates,
-            metric=metric,
-            device=resolved,
-            seed=seed,
-            progress=options.teller(console),
-        )
+        sides = [
+            (*options.load_with_transforms(each, facts, quiet=quiet, **shape), each)
+            for each in (a, b)
+        ]
+        with Progress(console, budget_s, brief=True) as shown:
+            result = compare_live(
+                *sides,
+                processes=replicates,
+                metric=metric,
+                device=resolved,
+                seed=seed,
+                budget=budget_s,
+                progress=options.teller(console),
+                on_pair=lambda number, most: shown.step(
+                    f"pair of blocks {number} of at most {most}"
+                ),
+            )
     failed = fail_slower is not None and result.effect.slower_than(fail_slower)
     result = replace(result, gate_failed=failed)
     render_compare(console, result)
@@ -112,7 +125,7 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
 def _refuse_live_options() -> None:
     """Refuses options that saved results would ignore."""
     context = click.get_current_context()
-    for name in ("metric", "processes", "batch", "inputs", "train", "seed"):
+    for name in ("metric", "processes", "budget", "batch", "inputs", "train", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = "--input" if name == "inputs" else f"--{name}"
             raise UsageError(

@@ -18,7 +18,7 @@ from steadytorch.errors import UsageError
     metavar="N",
     help="Show all engines of row N of the table.",
 )
-@click.option("--budget", default="60s", show_default=True, help="Time for choosing engines.")
+@options.budget("Time for choosing engines", default="60s")
 @click.option(
     "--deterministic", is_flag=True, help="Only engines that give the same bits on every run."
 )

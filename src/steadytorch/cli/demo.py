@@ -20,7 +20,7 @@ _EXPLAIN = "10s"
 
 
 @click.command()
-@click.option("--budget", default="150s", show_default=True, help="Time for the search.")
+@options.budget("Time for the search", default="150s")
 @options.device
 @options.store
 @click.option(

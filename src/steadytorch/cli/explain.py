@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,9 +20,15 @@ TRACES = (".json", ".json.gz")
 
 
 @click.command()
-@click.argument("subjects", nargs=-1, required=True, metavar="WORKLOAD|TRACE...")
+@click.argument(
+    "subjects",
+    nargs=-1,
+    required=True,
+    metavar="WORKLOAD|TRACE...",
+    shell_complete=completion.workloads_or_results,
+)
 @options.shaping
-@click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
+@options.budget("Total time for sampling", default="20s")
 @click.option(
     "--steps",
     default=5,

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 
 if TYPE_CHECKING:
     from steadytorch.results.gate import GateResult
 
 
 @click.command()
-@click.argument("workloads", metavar="WORKLOAD...", nargs=-1, required=True)
+@click.argument(
+    "workloads", metavar="WORKLOAD...", nargs=-1, required=True, shell_complete=completion.workloads
+)
 @click.option(
     "--base", required=True, metavar="REV", help="Revision to compare with, such as origin/main."
 )
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=5),
     help="Most fresh pairs of processes for each workload.",
 )
-@click.option("--budget", metavar="TIME", help="Total time, such as 10m.  [default: no limit]")
+@options.budget("Total time")
 @options.metric
 @click.option("--base-env", metavar="PYTHON", help="Python executable for the base.")
 @click.option(
@@ -93,10 +95,10 @@ def gate(
     render_gate(console, result)
     options.write_json(json_path, to_json(result, result.workload, load_facts(resolved)))
     options.write("--markdown", markdown_path, markdown(result).encode())
-    _leave(result)
+    _leave(result, quiet)
 
 
-def _leave(result: GateResult) -> None:
+def _leave(result: GateResult, quiet: bool) -> None:
     from steadytorch.report.gate import headline
     from steadytorch.report.text import plain
 
@@ -104,7 +106,8 @@ def _leave(result: GateResult) -> None:
         click.echo("steady: interrupted; earlier processes are above", err=True)
         sys.exit(INTERRUPTED)
     if result.gate_failed:
-        click.echo(f"steady: gate {headline(result)}", err=True)
+        if quiet:  # else the headline above says it
+            click.echo(f"steady: gate {headline(result)}", err=True)
         sys.exit(1)
     for row in result.failed:
         click.echo(f"steady: {plain(row.workload)}: {plain(row.reason)}", err=True)

@@ -19,7 +19,7 @@ from steadytorch.cli import INTERRUPTED, options
     type=click.IntRange(min=1),
     help="Fresh processes; 3 or more support a claim about the machine.",
 )
-@click.option("--budget", default="20s", show_default=True, help="Total time for sampling.")
+@options.budget("Total time for sampling", default="20s")
 @options.json_file
 @options.quiet
 def measure(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from steadytorch.cli import completion
 from steadytorch.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -114,6 +115,25 @@ metric = click.option(
     show_default=True,
     help="latency: call to finished result; period: time per call with the queue filled.",
 )
+
+
+def budget(what: str, default: str | None = None) -> Callable[[Command], Command]:
+    """The option `--budget`.
+
+    Args:
+        what: what the time is for; begins the help.
+        default: the default; None for no limit.
+    """
+    unlimited = "" if default is not None else "  [default: no limit]"
+    return click.option(
+        "--budget",
+        default=default,
+        show_default=default is not None,
+        metavar="TIME",
+        help=f"{what}, such as 90s or 5m.{unlimited}",
+    )
+
+
 quiet = click.option("--quiet", is_flag=True, help="Print errors only.")
 store = click.option(
     "--store",
@@ -152,7 +172,8 @@ def shaping(command: Command) -> Command:
 
 def workload(command: Command) -> Command:
     """The argument WORKLOAD and the options that shape it."""
-    return click.argument("workload", metavar="WORKLOAD")(shaping(command))
+    argument = click.argument("workload", metavar="WORKLOAD", shell_complete=completion.workloads)
+    return argument(shaping(command))
 
 
 def refuse_without(ctx: click.Context, needed: str, names: Sequence[str]) -> None:

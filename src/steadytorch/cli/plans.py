@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from steadytorch.cli import options
+from steadytorch.cli import completion, options
 from steadytorch.errors import PlanError, SteadyError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def list_plans(store: Path | None) -> None:
 
 
 @plans.command("show")
-@click.argument("plan_id", metavar="ID")
+@click.argument("plan_id", metavar="ID", shell_complete=completion.plan_ids)
 @options.store
 def show(plan_id: str, store: Path | None) -> None:
     """Show a plan, its evidence, and its key."""
@@ -60,7 +60,7 @@ def show(plan_id: str, store: Path | None) -> None:
 
 
 @plans.command("rm")
-@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1, shell_complete=completion.plan_ids)
 @click.option(
     "--all",
     "every",
@@ -105,7 +105,7 @@ def _all_files(opened: Store) -> Iterator[tuple[Store, Path]]:
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     callback=options.check_writable,
 )
-@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1, shell_complete=completion.plan_ids)
 @options.store
 def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
     """Write plans to FILE for another machine.
@@ -122,7 +122,7 @@ def export(path: Path, plan_ids: Sequence[str], store: Path | None) -> None:
 
 @plans.command("push")
 @click.argument("url", metavar="URL")
-@click.argument("plan_ids", metavar="[ID]...", nargs=-1)
+@click.argument("plan_ids", metavar="[ID]...", nargs=-1, shell_complete=completion.plan_ids)
 @options.store
 def push(url: str, plan_ids: Sequence[str], store: Path | None) -> None:
     """Add plans to the second store at URL.
@@ -156,11 +156,12 @@ def import_(path: Path, store: Path | None) -> None:
 
 
 @plans.command("verify")
-@click.argument("plan_id", metavar="[ID]", required=False)
+@click.argument("plan_id", metavar="[ID]", required=False, shell_complete=completion.plan_ids)
 @click.option("--all", "every", is_flag=True, help="Verify every plan of a bundled workload.")
 @click.option(
     "--workload",
     metavar="WORKLOAD",
+    shell_complete=completion.workloads,
     help="The workload that was tuned, with the same options; not needed for a bundled one.",
 )
 @options.shaping

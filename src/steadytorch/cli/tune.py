@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from steadytorch.cli import INTERRUPTED, options
+from steadytorch.cli import INTERRUPTED, completion, options
 from steadytorch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
 
 
 @click.command()
-@click.argument("workload", metavar="[WORKLOAD]", required=False)
+@click.argument(
+    "workload", metavar="[WORKLOAD]", required=False, shell_complete=completion.workloads
+)
 @options.shaping
 @click.option(
     "--objective",
@@ -40,13 +42,13 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
     help="Lowest precision allowed.",
 )
 @click.option("--tolerance", type=float, help="Relative L2 error allowed for a lower precision.")
-@click.option("--budget", default="3m", show_default=True, help="Time for the search.")
+@options.budget("Time for the search", default="3m")
 @click.option("--max-memory", metavar="SIZE", help="Cap on peak memory, such as 8GiB.")
 @click.option(
     "--devices",
     metavar="LIST",
     help="GPUs of one kind that share the search, such as cuda:0,cuda:1, or all: every idle one of "
-    "the kind of --device (see docs/ranks.md).  [default: one device]",
+    "the kind of --device (see the guide Ranks).  [default: one device]",
 )
 @options.store
 @click.option(
@@ -60,7 +62,7 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
 @click.option(
     "--bundle",
     is_flag=True,
-    help="Also keep compiled code, for faster cold starts (see docs/production.md).",
+    help="Also keep compiled code, for faster cold starts (see the guide Serving).",
 )
 @click.option("--all", "everything", is_flag=True, help="Show the table of all candidates.")
 @click.option(
@@ -69,7 +71,7 @@ OF_A_LIST = ("folder", "shard", "status", "retry", "submit", "partition", "slurm
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Tune every WORKLOAD of a list, one a line with its options; any number of processes "
-    "share the work (see docs/ranks.md).",
+    "share the work (see the guide Ranks).",
 )
 @click.option(
     "--sweep",

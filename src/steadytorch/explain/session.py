@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -10,7 +11,7 @@ import msgspec
 
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.device.probes import corrupts_dropout
-from steadytorch.errors import UsageError
+from steadytorch.errors import TraceError, UsageError
 from steadytorch.explain.ranks import compare_ranks, rank_file
 from steadytorch.findings.figures import many
 from steadytorch.findings.finding import Case
@@ -22,6 +23,7 @@ from steadytorch.rates.regime import regime_of
 from steadytorch.rates.roofline import roofline
 from steadytorch.results.explain import Explanation, StepTime
 from steadytorch.results.ranks import RankComparison
+from steadytorch.results.saved import FORMS, content_of, kind_of, named
 from steadytorch.rules import findings
 from steadytorch.traces.quality import quality
 from steadytorch.traces.reader import read_trace
@@ -96,7 +98,7 @@ def explain(
         return _compared(paths, progress)
     if isinstance(subject, str | Path):
         progress(f"reading {Path(subject).name}")
-        trace = read_trace(Path(subject))
+        trace = _read(Path(subject))
         facts = facts_of(trace)
         return _explained(_case(trace, facts=facts), facts, Path(subject).name)
     # PyTorch takes seconds to load, and trace files do not need it.
@@ -129,6 +131,30 @@ def explain(
     return _with_capture(msgspec.structs.replace(explained, remarks=remarks), seen)
 
 
+def _read(path: Path) -> Trace:
+    """The trace in a file; the error for a result of ours names the command that shows it."""
+    try:
+        return read_trace(path)
+    except TraceError:
+        kind = _kind_of_result(path)
+        if kind is None:
+            raise
+        command = {"ranks": "explain", "sweep": "tune --list"}.get(kind, kind)
+        raise TraceError(
+            f"{named(path)} is a result of steady {command}: see it with "
+            f"`steady report {named(Path(shlex.quote(str(path))))}`"
+        ) from None
+
+
+def _kind_of_result(path: Path) -> str | None:
+    """The kind of a saved result; None for any other file."""
+    try:
+        kind = kind_of(path, content_of(path))
+    except UsageError:
+        return None
+    return kind if kind in FORMS else None
+
+
 def _traces(subject: object) -> list[Path] | None:
     """The paths of several traces; None for any other subject, such as `(model, inputs)`."""
     if not isinstance(subject, list | tuple):
@@ -147,7 +173,7 @@ def _compared(paths: Sequence[Path], progress: Callable[[str], None]) -> RankCom
     files, environment = [], None
     for path in paths:
         progress(f"reading {path.name}")
-        trace = read_trace(path)
+        trace = _read(path)
         environment = environment or facts_of(trace)
         files.append(rank_file(trace, path))
     assert environment is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,13 @@ _ENVIRONMENT = (
     "driver",
     "rules",
 )
+
+_TENSOR = re.compile(
+    r"\[(?P<shape>[\d, ]*)\] (?P<dtype>\w+) strides (?P<strides>.*) on (?P<device>\w+)"
+)
+"""An input as text in a key; see `_described_leaf`."""
+_IN_SIGNATURE = {"shape", "dtype"}
+"""Aspects of an input that the text of a signature has."""
 
 _THREADS = "num_threads"
 """The ambient setting with the number of threads per CPU operator."""
@@ -216,6 +224,8 @@ def _is_near(stored: Key, asked: Key) -> bool:
 
 def format_differences(differing: Sequence[Difference], most: int = 4) -> str:
     """The first differences with both values, as a clause for messages; empty without any."""
+    if any(each.field == "signature" for each in differing):  # it has shapes and types
+        differing = [d for d in differing if not _aspects(d) or _aspects(d).keys() - _IN_SIGNATURE]
     shown = "; ".join(map(_in_words, differing[:most]))
     return shown + (f"; and {len(differing) - most} more" if len(differing) > most else "")
 
@@ -224,7 +234,66 @@ def _in_words(difference: Difference) -> str:
     field, old, new = difference
     if field == "workload":  # hashes: shows only that they differ
         return f"workload was {old!s:.12}, is {new!s:.12} (its layers or their code differ)"
+    if field == "inputs.structure":
+        return "the nesting of the inputs differs"
+    aspects = _aspects(difference)
+    if aspects and len(aspects) == 1:
+        ((aspect, (was, now)),) = aspects.items()
+        return f"{field} {aspect} was {was:.120}, is {now:.120}"
     return f"{field} was {old!s:.120}, is {new!s:.120}"
+
+
+def format_nearest(differing: Sequence[Difference], most: int = 4) -> str:
+    """The nearest stored plan and what differs, as a clause for messages; empty without any.
+
+    It does not repeat the shapes of the call, which messages have already.
+    """
+    if not differing:
+        return ""
+    signature = next((d.old for d in differing if d.field == "signature"), None)
+    others = (d for d in differing if d.field != "signature" and not _is_input(d))
+    clauses = list(map(_in_words, others))
+    by_aspect: dict[str, list[str]] = {}
+    for each in filter(_is_input, differing):
+        by_aspect.setdefault(_kinds(each), []).append(each.field)
+    for aspect, fields in reversed(by_aspect.items()):
+        more = f" and {len(fields) - most} more" if len(fields) > most else ""
+        verb = "differs" if len(fields) == 1 else "differ"
+        clauses.insert(0, f"{', '.join(fields[:most])}{more} {verb} in {aspect}")
+    told = "; ".join(clauses[:most])
+    told += f"; and {len(clauses) - most} more" if len(clauses) > most else ""
+    if signature is None:
+        return f"nearest plan: {told}"
+    return f"nearest plan: {signature!s:.120}" + (f" ({told})" if told else "")
+
+
+def _is_input(difference: Difference) -> bool:
+    return difference.field.startswith("inputs[")
+
+
+def _kinds(difference: Difference) -> str:
+    """In what the values of an input differ."""
+    constant = all(str(value).startswith("= ") for value in difference[1:])
+    return " and ".join(_aspects(difference)) or ("value" if constant else "kind")
+
+
+def _aspects(difference: Difference) -> dict[str, tuple[str, str]]:
+    """Both values of each aspect of a tensor that differs; empty for anything else.
+
+    Strides follow from the shape, so they are left out if shapes differ.
+    """
+    if not _is_input(difference):
+        return {}
+    old, new = (_TENSOR.fullmatch(str(value)) for value in (difference.old, difference.new))
+    if old is None or new is None:
+        return {}
+    pairs = {name: (old[name], new[name]) for name in ("shape", "dtype", "strides", "device")}
+    found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if "shape" in found:
+        found.pop("strides", None)
+        was, now = (each.replace(", ", "x") or "scalar" for each in found["shape"])
+        found["shape"] = was, now
+    return found
 
 
 def flat(key: Key) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from steadytorch.plan.fingerprint import (
     Key,
     differing_fields,
     format_differences,
+    format_nearest,
     nearest,
 )
 from steadytorch.plan.remote import RemoteStore
@@ -80,8 +81,8 @@ class Miss:
     differing: tuple[Difference, ...] = ()
 
     def __str__(self) -> str:
-        fields = format_differences(self.differing)
-        return f"{self.reason} ({fields})" if fields else self.reason
+        near = format_nearest(self.differing)
+        return f"{self.reason}; {clean(near)}" if near else self.reason
 
 
 class Stored(NamedTuple):
@@ -298,11 +299,11 @@ class Store:
             others = tuple(differing_fields(entry.key, key))
             if not others:
                 return Found(entry.payload, path)
-            reason = f"holds another key: {_named(others)}"
+            reason = f"holds another key: {clean(format_differences(others))}"
         except BrokenError as fault:
-            reason, seen, others = str(fault), fault.seen, ()
+            reason, seen = str(fault), fault.seen
         fate = self._quarantine(folder, path, seen)
-        return Miss(f"plan file {clean(path)} {reason}; {fate}", others)
+        return Miss(f"plan file {clean(path)} {reason}; {fate}")
 
     def _quarantine(self, folder: int, path: Path, seen: os.stat_result | None) -> str:
         """Moves a file to quarantine; returns the result as a clause."""
@@ -357,10 +358,7 @@ class Store:
         differing = nearest(self._keys(), key)
         if not differing:
             return Miss("no plan is stored for this workload")
-        return Miss(
-            f"no plan is stored for this key; the nearest differs in {_named(differing)}",
-            differing,
-        )
+        return Miss("no plan is stored for this key", differing)
 
 
 def _is_environment(name: str) -> bool:
@@ -369,10 +367,6 @@ def _is_environment(name: str) -> bool:
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def _named(differing: tuple[Difference, ...]) -> str:
-    return clean(", ".join(difference.field for difference in differing))
 
 
 def _drop_companions(stem: str, folder: int) -> None:

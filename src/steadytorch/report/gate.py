@@ -8,7 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from steadytorch.quantities import counted
-from steadytorch.report.text import duration, markdown_text, plain, print_indented
+from steadytorch.report.text import (
+    duration,
+    keep_words_whole,
+    markdown_text,
+    plain,
+    print_indented,
+)
 from steadytorch.results.gate import GateResult, GateRow
 
 _STYLES = {"faster": "bold green", "slower": "bold red"}
@@ -43,11 +49,23 @@ def change(row: GateRow) -> str:
 
 def verdict(row: GateRow) -> str:
     """The verdict, or the status of a workload without one."""
-    if row.verdict is None:
-        return row.status
     if row.verdict == "undecided" and row.mde is not None:
-        return f"cannot tell; detectable {100 * row.mde:.1f} %"
-    return _WORDS.get(row.verdict, row.verdict)
+        return f"{_short_verdict(row)}; detectable {100 * row.mde:.1f} %"
+    return _short_verdict(row)
+
+
+def _short_verdict(row: GateRow) -> str:
+    return row.status if row.verdict is None else _WORDS.get(row.verdict, row.verdict)
+
+
+def _detectable(result: GateResult) -> list[str]:
+    """A line with the changes that undecided workloads would show."""
+    found = [
+        f"{row.workload} {100 * row.mde:.1f} %"
+        for row in result.rows
+        if row.verdict == "undecided" and row.mde is not None
+    ]
+    return [f"Detectable changes: {', '.join(found)}."] if found else []
 
 
 def details(result: GateResult) -> list[str]:
@@ -73,17 +91,18 @@ def render_gate(console: Console, result: GateResult) -> None:
     style = "bold red" if result.gate_failed else "bold"
     console.print(Text(f"gate {headline(result)}", style))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("workload", ratio=1, overflow="fold")
+    table.add_column("workload", overflow="fold")
     for name in ("base", "head"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("change", no_wrap=True)
+    table.add_column("change", overflow="fold")
     table.add_column("verdict", overflow="fold")
     for row in result.rows:
-        cells = [Text(plain(cell)) for cell in cells_of(row)]
+        cells = [Text(plain(cell)) for cell in (*cells_of(row)[:-1], _short_verdict(row))]
         cells[-1].stylize(_STYLES.get(row.verdict or "", ""))
         table.add_row(*cells)
+    keep_words_whole(table, console.width, [0])
     console.print(table)
-    for line in details(result):
+    for line in [*_detectable(result), *details(result)]:
         print_indented(console, Text(plain(line)))
 
 

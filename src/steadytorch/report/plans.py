@@ -16,12 +16,15 @@ from steadytorch.plan.fingerprint import format_differences
 from steadytorch.plan.record import PlanRecord, as_result
 from steadytorch.plan.store import Stored
 from steadytorch.quantities import counted
-from steadytorch.report.text import duration, plain, print_indented
+from steadytorch.report.text import duration, keep_words_whole, plain, print_indented
 from steadytorch.report.tune import name_of, render_left_out, render_plan, render_trials
 
 if TYPE_CHECKING:
     from steadytorch.serve.exchange import Imported, Pushed
     from steadytorch.tune.reverify import Reverified
+
+_WIDE = 100
+"""Columns from which the list has a column of its own for inputs."""
 
 
 def render_list(
@@ -39,9 +42,10 @@ def _render_entries(console: Console, entries: Sequence[Stored], root: Path | No
         console.print(Text(f"no plans in {plain(root)}: make one with steady tune"))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("id", "workload", "inputs"):
+    table.add_column("id", no_wrap=True)
+    stacked = console.width < _WIDE
+    for heading in (*(["workload\ninputs"] if stacked else ["workload", "inputs"]), "plan"):
         table.add_column(heading, overflow="fold")
-    table.add_column("plan", ratio=1, overflow="fold")
     table.add_column("gain", justify="right", no_wrap=True)
     problems = []
     for entry in entries:
@@ -50,15 +54,11 @@ def _render_entries(console: Console, entries: Sequence[Stored], root: Path | No
             continue
         plan = entry.payload
         gain = f"{plan.evidence.speedup.estimate:.2f}x" if plan.candidate else "-"
-        cells = (
-            plan.id,
-            _named(plan),
-            plain(plan.key.signature),
-            name_of(plan.candidate),
-            gain,
-        )
-        table.add_row(*map(Text, cells))
+        names = [_named(plan), plain(plan.key.signature)]
+        names = ["\n".join(names)] if stacked else names
+        table.add_row(*map(Text, (plan.id, *names, name_of(plan.candidate), gain)))
     if table.row_count:
+        keep_words_whole(table, console.width, [1] if stacked else [1, 2])
         console.print(table)
     for problem in problems:
         console.print(Text(problem, "yellow"))

@@ -66,6 +66,11 @@ class Progress:
         """Prints a line with the candidate's median."""
         self._line(label, duration(median_ns), "green")
 
+    def step(self, message: str) -> None:
+        """Shows a message on the live line only, at most four times a second."""
+        self._phase = message
+        self.tick()
+
     def tick(self) -> None:
         """Redraws the live line, at most four times a second."""
         if time.monotonic() - self._drawn > 0.25:

@@ -7,11 +7,12 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from steadytorch.results.measure import Measurement
@@ -108,6 +109,26 @@ def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
     return found
+
+
+def keep_words_whole(table: Table, width: int, names: Collection[int]) -> None:
+    """Stops a table that is too wide from splitting words of some columns; the others shrink.
+
+    A word that takes more than its share of the width is still split.
+
+    Args:
+        table: a table with all its rows, of `Text` cells.
+        width: columns of the console.
+        names: indices of the columns of names.
+    """
+    cells = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    needed = sum(max(map(len, "\n".join(each).splitlines()), default=0) + 1 for each in cells)
+    if needed <= width:
+        return
+    for i in names:
+        longest = max(len(word) for cell in cells[i] for word in cell.split())
+        if longest <= width // (1 + len(names)):
+            table.columns[i].width = longest
 
 
 def print_indented(console: Console, text: Text, columns: int = 2, most: int | None = None) -> None:

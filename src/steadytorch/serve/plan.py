@@ -29,6 +29,7 @@ from steadytorch.plan.fingerprint import (
 from steadytorch.plan.record import PlanRecord
 from steadytorch.ranks.agreement import Refusal
 from steadytorch.ranks.group import Ranks, collective_in, ranks_of
+from steadytorch.results.candidate import describe
 from steadytorch.runtime.dispatch import CallContext, Origin, Resolution
 from steadytorch.runtime.entries import ServingOptions, parse_verify_every
 from steadytorch.runtime.module import TunedModule
@@ -45,6 +46,18 @@ from steadytorch.workload.workload import Workload
 
 class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan. Loading one runs no code; its transforms come from a closed list."""
+
+    def __str__(self) -> str:
+        gain, step = self.evidence.speedup, "" if self.trains is None else " (training)"
+        lines = [f"{self.name}{step}, {self.signature}: {describe(self.candidate)}"]
+        if self.candidate:
+            tail = " at p99" if self.key.objective == "p99" else ""
+            faster = f"{gain.estimate:.2f}x as fast{tail} as untouched"
+            if gain.low is not None and gain.high is not None:
+                faster += f" (99 % interval {gain.low:.2f} to {gain.high:.2f})"
+            lines.append(faster)
+        lines.append(f"plan {self.id}, {self.path or 'in memory only'}")
+        return "\n".join(map(clean, lines))
 
     def apply(
         self,
