@@ -275,7 +275,7 @@ def test_exit_codes_are_explained(steady):
         (["tune"], "WORKLOAD"),
         (["tune", "resnet18", "--no-such"], "--no-such"),
         (["tune", "resnet18", "--precision", "fp8"], "'same', 'tf32', 'bf16', 'fp16'"),
-        (["tune", "resnet18", "--objective", "speed"], "'latency', 'p99', 'throughput', 'contended'"),
+        (["tune", "resnet18", "--objective", "speed"], "'throughput', 'contended'"),
         (["tune", "resnet18", "--batch", "0"], "0"),
         (["tune", "resnet18", "--batch", "many"], "many"),
         (["tune", "resnet18", "--seed", "x"], "x"),
