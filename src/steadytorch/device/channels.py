@@ -384,13 +384,15 @@ def open_channels(
     sources: list[tuple[tuple[str, ...], Callable[[], Channel]]] = [
         (ProcessUsage.fields, ProcessUsage),
         (RunQueue.fields, lambda: RunQueue(thread_id, stack, root)),
-        (PoolQueue.fields, lambda: PoolQueue(thread_id, stack, root)),
         (CpuTimes.fields, lambda: CpuTimes(stack, root)),
         (ResidentMemory.fields, lambda: ResidentMemory(stack, root)),
         (Compilations.fields, Compilations),
     ]
     if kind == "cuda":
         sources.append((Allocator.fields, lambda: Allocator(index)))
+        readings.refuse(PoolQueue.fields, "recorded on a CPU only")
+    else:
+        sources.append((PoolQueue.fields, lambda: PoolQueue(thread_id, stack, root)))
     channels: list[Channel] = []
     for fields, source in sources:
         try:

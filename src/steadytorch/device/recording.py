@@ -35,7 +35,7 @@ LEVELS = (
 """Channels that hold the current state at each tick."""
 
 READ_EVERY = {
-    "pool_wait_ns": 3,
+    "pool_wait_ns": 10,
     "steal_ns": 3,
     "iowait_ns": 3,
     "allocator_retries": 3,
