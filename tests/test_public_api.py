@@ -104,7 +104,7 @@ SIGNATURES = {
     "gate": (
         "(workloads: 'Sequence[str]', *, base: 'str', folder: 'str | Path' = '.', "
         "base_env: 'str | None' = None, install: 'bool' = False, threshold: 'float' = 0.01, "
-        "processes: 'int' = 27, budget: 'str | float | None' = None, metric: 'str' = 'latency', "
+        "processes: 'int' = 40, budget: 'str | float | None' = None, metric: 'str' = 'latency', "
         "batch: 'int | None' = None, inputs: 'Sequence[str]' = (), train: 'bool' = False, "
         "device: 'str' = 'auto', seed: 'int' = 0, "
         "progress: 'Callable[[str], None]' = PROGRESS) -> 'GateResult'"
