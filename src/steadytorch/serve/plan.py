@@ -51,7 +51,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         gain, step = self.evidence.speedup, "" if self.trains is None else " (training)"
         lines = [f"{self.name}{step}, {self.signature}: {describe(self.candidate)}"]
         if self.candidate:
-            tail = " at p99" if self.key.objective == "p99" else ""
+            tail = " at p99" if self.key.objective in ("p99", "contended") else ""
             faster = f"{gain.estimate:.2f}x as fast{tail} as untouched"
             if gain.low is not None and gain.high is not None:
                 faster += f" (99 % interval {gain.low:.2f} to {gain.high:.2f})"
