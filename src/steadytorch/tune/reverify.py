@@ -243,7 +243,8 @@ def _round(
 ) -> _Round:
     try:
         baseline = scheduler.baseline(lambda: STAGE_S)
-        quiet = baseline.quiet(options.metric, STAGE_S)
+        with neighbour:
+            quiet = baseline.quiet(options.metric, STAGE_S)
     except WorkerFault as fault:
         raise _workload_fails(fault) from fault
     (trial,) = scheduler.prepare([candidate], 1, STAGE_S, others=0)

@@ -168,7 +168,7 @@ class Search:
         self._watcher.phase("measuring the untouched workload")
         try:
             baseline = self._scheduler.baseline(self._budget.remaining)
-            with self._scheduler.paused():
+            with self._scheduler.paused(), self._neighbour:
                 quiet = baseline.quiet(self._options.metric, max(1.0, self._budget.remaining()))
         except WorkerFault as fault:
             raise self._workload_fails(fault) from fault
