@@ -303,4 +303,4 @@ def test_the_order_within_pairs_is_random():
     ("pair_ms", "pairs"), [(0.01, MOST_PAIRS), (40, 50), (100, LEAST_PAIRS), (5000, LEAST_PAIRS)]
 )
 def test_short_workloads_are_timed_in_more_pairs(pair_ms, pairs):
-    assert module._pairs_within(module.TIMED_NS, pair_ms * 1e6) == pairs
+    assert module._pair_count(pair_ms * 1e6) == pairs

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -113,6 +114,23 @@ def test_of_other_threads_the_longest_wait_counts(tree, stack):
     write(10, 70_900)
     assert queue.read() == (900,)
     assert queue.doubts() == {}
+
+
+def test_threads_that_come_and_go_leave_no_file_open(tree):
+    tasks = tree / "proc/self/task"
+    with ExitStack() as stack:
+        before = len(os.listdir("/proc/self/fd"))
+        queue = PoolQueue(7, stack, tree)
+        for thread in range(100, 130):
+            (tasks / str(thread)).mkdir()
+            (tasks / str(thread) / "schedstat").write_text("1 1 1\n")
+            for _ in range(PoolQueue.LOOK_EVERY):
+                queue.read()
+            (tasks / str(thread) / "schedstat").write_text("")  # ended
+            queue.read()
+            shutil.rmtree(tasks / str(thread))
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_process_of_one_thread_has_no_pool(tree, stack):

@@ -158,7 +158,7 @@ def test_cores_are_contended_on_a_cpu_only(tuned, monkeypatch):
     ],
 )
 def test_an_untouched_plan_of_a_short_search_gives_way_to_a_longer_one(
-    tuned, tmp_path, candidate, not_tried, budget_s, again
+    tuned, searches, tmp_path, candidate, not_tried, budget_s, again
 ):
     replace = msgspec.structs.replace
     evidence = replace(tuned.plan.evidence, not_tried=not_tried, search_s=60.0, trials=())
@@ -170,6 +170,11 @@ def test_an_untouched_plan_of_a_short_search_gives_way_to_a_longer_one(
     assert (found is None) == again
     assert ("looking again" in reason) == again
     assert session.find("strict")[0] is not None
+    # The longer search's plan takes the place of the untouched one, and stays.
+    kept = session.find_or_search("replay")
+    assert kept.candidate == ((QUICK,) if again else candidate)
+    assert session.find_or_search("replay") == kept
+    assert len(searches) == again
 
 
 def test_mode_strict_searches_nothing_and_names_the_field_that_differs(tuned, searches):

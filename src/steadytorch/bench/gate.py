@@ -315,8 +315,8 @@ class _Arm:
         )
 
 
-def _pairs_within(time_ns: float, pair_ns: float) -> int:
-    return int(min(MOST_PAIRS, max(LEAST_PAIRS, time_ns // pair_ns)))
+def _pair_count(pair_ns: float) -> int:
+    return int(min(MOST_PAIRS, max(LEAST_PAIRS, TIMED_NS // pair_ns)))
 
 
 def _verdict(low: float | None, high: float | None, threshold: float) -> str:
@@ -422,7 +422,7 @@ class _Race(NamedTuple):
             times = partial(workers[i].call, "block", deadline_s, metric=self.metric, count=count)
             return float(np.median(self._of(i, times)))
 
-        pairs = _pairs_within(TIMED_NS, 2 * count * longest)
+        pairs = _pair_count(2 * count * longest)
         return compare(partial(block, 0), partial(block, 1), rng=rng, looks=(pairs,))[1]
 
     def _of(self, i: int, ask: Callable[[], Any]) -> Any:

@@ -243,10 +243,11 @@ def sources_of(call: Callable[[], Any]) -> dict[str, str]:
 
 def changed_source(sources: Mapping[str, str]) -> str | None:
     """The first module or variable from `sources_of` that differs here, or None."""
+    loaded = _loaded()
     for name, expected in sources.items():
         home, _, variable = name.partition(":")
         try:
-            known = _loaded(home)
+            known = loaded.get(home, ())
             if variable:
                 there = [repr(vars(each).get(variable)) for each in known] or [expected]
             else:
@@ -258,11 +259,12 @@ def changed_source(sources: Mapping[str, str]) -> str | None:
     return None
 
 
-def _loaded(home: str) -> list[ModuleType]:
-    """The modules with this name; a file may be loaded more than once."""
-    if home in sys.modules:
-        return [sys.modules[home]]
-    return [module for name, module in list(sys.modules.items()) if _home(name) == home]
+def _loaded() -> dict[str, list[ModuleType]]:
+    """The loaded modules by `_home`: a file may be loaded more than once."""
+    found: dict[str, list[ModuleType]] = {}
+    for name, module in list(sys.modules.items()):
+        found.setdefault(_home(name), []).append(module)
+    return found
 
 
 def _unloaded(home: str) -> str:

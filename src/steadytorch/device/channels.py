@@ -123,11 +123,16 @@ class PoolQueue:
     LOOK_EVERY, MOST_THREADS = 32, 64
 
     def __init__(self, thread_id: int, stack: ExitStack, root: Path = host.ROOT) -> None:
-        self._measured, self._stack, self._tasks = thread_id, stack, root / "proc/self/task"
+        self._measured, self._tasks = thread_id, root / "proc/self/task"
         self._files: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._reads = self._run_ns = self._longest = 0
+        stack.callback(self._close)
         self._look()
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def _look(self) -> None:
         """Opens the files of threads that are new."""
@@ -139,8 +144,8 @@ class PoolQueue:
         for thread in found:
             if thread in known or thread in self._files or len(self._files) >= self.MOST_THREADS:
                 continue
-            with suppress(NotObservable):  # it may just have ended
-                self._files[thread] = _open(self._tasks / f"{thread}/schedstat", self._stack)
+            with suppress(OSError):  # it may just have ended
+                self._files[thread] = os.open(self._tasks / f"{thread}/schedstat", os.O_RDONLY)
 
     def read(self) -> Sequence[int]:
         """Longest waiting time so far in ns; 2 us for each thread."""
@@ -151,7 +156,7 @@ class PoolQueue:
             try:
                 run_ns, wait_ns = map(int, os.pread(file, 80, 0).split()[:2])
             except (OSError, ValueError):  # the thread has ended
-                self._files.pop(thread)
+                os.close(self._files.pop(thread))
                 continue
             self._run_ns += run_ns
             waited = wait_ns - self._first.setdefault(thread, wait_ns)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import TracebackType
 
 # It is idle until a byte arrives, then busy until the next; it ends with the pipe, and so with us.
 _PROGRAM = """
@@ -36,12 +35,7 @@ class Neighbour:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         self._switch()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._switch()
 
     def _switch(self) -> None:

@@ -340,7 +340,7 @@ class Session:
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        if there.violation() is None:
+        if there.violation() is None and not self._cut_short(there):
             return there
         return _located(plan, self._store.put(self.key, plan))
 
