@@ -44,7 +44,7 @@ THRESHOLD = 0.01
 unchanged code shifts times by up to about as much, because memory is laid out differently
 (T. Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009)."""
 PROCESSES = 40
-"""Most fresh pairs of processes for each workload. They find 3 % in 98 of 100 gates if processes
+"""Most fresh pairs of processes for each workload. They find 3 % in 99 of 100 gates if processes
 scatter by 2 % (`benchmarks/results/gate-simulation*`)."""
 PROCESS_LOOKS = (5, 8, 12, 18, 27, 40)
 """Numbers of processes at which a workload may be judged. The error probability is divided among
