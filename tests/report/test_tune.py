@@ -194,12 +194,16 @@ def test_a_gain_in_the_tail_is_called_one(screen, objective, claim):
     assert claim in screen.flat
 
 
-@pytest.mark.parametrize(("half_width", "told"), [(0.05, False), (0.3, True)])
-def test_times_that_scatter_are_told(screen, half_width, told):
+@pytest.mark.parametrize(
+    ("half_width", "objective", "told"),
+    [(0.05, "latency", False), (0.3, "latency", True), (0.3, "contended", False)],
+)
+def test_times_that_scatter_are_told(screen, half_width, objective, told):
     base = evidence().baseline
     ends = tuple(base.median_ns * (1 + side * half_width) for side in (-1, 1))
     base = msgspec.structs.replace(base, median_ci_ns=ends)
-    show_plan(screen.console, plan(evidence=evidence(baseline=base)), "Plan")
+    found = plan(key=key(objective=objective), evidence=evidence(baseline=base))
+    show_plan(screen.console, found, "Plan")
     assert ("times scatter" in screen.flat) == told
 
 

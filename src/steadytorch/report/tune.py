@@ -271,7 +271,8 @@ def _claims(plan: TuneReport) -> list[str]:
         lines.append(f"{won.metric}{of_step} {format_timing(won)}")
     if plan.chosen and base is not None:
         lines.append(f"untouched {format_timing(base)}")
-    if any(each is not None and _scatters(each) for each in (base, won)):
+    is_provoked = _objective(plan) == "contended"
+    if not is_provoked and any(each is not None and _scatters(each) for each in (base, won)):
         lines.append("times scatter: other programs may use these cores, see steady doctor")
     lines.extend(format_costs(plan))
     lines.extend(_without_int8(plan))
