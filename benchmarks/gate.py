@@ -19,6 +19,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -228,7 +229,7 @@ def _correlated(rng: np.random.Generator, count: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--same", type=int, default=0, help="gates of equal revisions")
-    parser.add_argument("--slower", type=int, default=0, help="gates that should fail, among them")
+    parser.add_argument("--slower", type=int, default=0, help="gates of an injected slowdown")
     parser.add_argument("--simulate", type=int, default=0, help="simulated gates and series a cell")
     parser.add_argument("--effect", type=float, default=0.03, help="injected slowdown")
     parser.add_argument("--spread", type=float, default=0.005, help="spread of simulated series")
@@ -241,8 +242,8 @@ def main() -> None:
     args = parser.parse_args()
     facts = load_facts(args.device)
     created = datetime.datetime.now(datetime.UTC)
-    name = (facts.name or args.device).lower().replace(" ", "-").replace("/", "-")
-    kind = "gate" if args.same else "gate-simulation"
+    name = re.sub(r"[^a-z0-9]+", "-", (facts.name or args.device).lower()).strip("-")
+    kind = "gate" if args.same or args.slower else "gate-simulation"
     target = args.out / f"{kind}_{name}_{created:%Y-%m-%d}.json"
     document: dict[str, Any] = {
         "options": {k: v for k, v in vars(args).items() if k != "out"},
@@ -277,13 +278,10 @@ def main() -> None:
 
 
 def _planned(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Kind and seed of each gate; those that should fail are spread evenly among the others."""
-    planned = []
-    for number in range(args.same):
-        planned.append(("same", number))
-        if (number + 1) * args.slower // args.same > number * args.slower // args.same:
-            planned.append(("slower", number))
-    return planned
+    """Kind and seed of each gate; both kinds are spread evenly over the run."""
+    counts = {"same": args.same, "slower": args.slower}
+    places = [((n + 1) / count, kind, n) for kind, count in counts.items() for n in range(count)]
+    return [(kind, number) for _, kind, number in sorted(places)]
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     python benchmarks/rivals --seconds 560 --only vit_b_16 bert # more workloads, same files
     python benchmarks/rivals --device cpu
     python benchmarks/rivals --device cpu --processes 5         # verdict over fresh processes
+    python benchmarks/rivals --device cpu --beside              # beside a busy process
     python benchmarks/rivals --train --only resnet50:64         # training steps, see train.py
     python benchmarks/rivals --quick                            # five minutes, see quick.py
 
@@ -31,7 +32,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -42,7 +43,7 @@ import quick
 import torch
 from rival_arms import OURS, start_all
 from rival_cases import CASES, Case, chosen
-from rival_options import OPTIONS
+from rival_options import options_of
 from rival_power import power_of, recorded
 from rival_processes import anew, close, over_processes
 from rival_results import (
@@ -68,6 +69,7 @@ from steadytorch.bench.ramp import RAMP_NS
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.device.telemetry import snapshot
 from steadytorch.measure.race import LEAST_PROCESSES
+from steadytorch.process.neighbour import Neighbour
 from steadytorch.process.worker import WorkerFault
 from steadytorch.quantities import parse_duration
 from steadytorch.results.candidate import describe
@@ -96,7 +98,11 @@ def searched(
     case: Case, workload: Workload, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
     """Search; return a record of the findings, and the plan's file or None if it failed."""
-    options = SearchOptions(precision=case.precision, budget_s=budget_of(case, args.device))
+    options = SearchOptions(
+        objective="contended" if args.beside else "auto",
+        precision=case.precision,
+        budget_s=budget_of(case, args.device),
+    )
     timeline = Timeline()
     try:
         session = Session(workload, options, args.device, folder / "store")
@@ -164,7 +170,7 @@ def _rows(
     entry["cap_s"] = args.cap or BEYOND * found.get("search_s", entry["budget_s"])
     tell(found.get("plan") or found["search_failed"])
     del workload
-    by_hand = case.options or OPTIONS[kind]
+    by_hand = case.options or options_of(kind, case.precision)
     options = [name for name in by_hand if not any(text in name for text in args.skip)]
     began = time.monotonic()
     arms = start_all(plan, options, args.device, folder, entry["cap_s"], tell)
@@ -173,12 +179,15 @@ def _rows(
         tell("timing")
         began = time.monotonic()
         rng = Random(args.seed)
-        recording = recorded(args.device, partial(time_all, arms, METRICS[kind], args.timing, rng))
+        with closing(Neighbour(args.beside)) as neighbour, neighbour:
+            timed = partial(time_all, arms, METRICS[kind], args.timing, rng)
+            recording = recorded(args.device, timed)
         ours = next((arm for arm in arms if arm.option == OURS), None)
         rows = [row_of(case.name, arm, ours) for arm in arms]
         best = best_of(rows, "period_ms")
         counted = [] if ours is None else clocks(ours)
-        time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind], rng)
+        if not args.beside:
+            time_alone(arms, [OURS, *([best["option"]] if best else [])], METRICS[kind], rng)
         for row, arm in zip(rows, arms, strict=True):
             row |= {"alone": alone(arm.alone)} if arm.alone.keys() == set(METRICS[kind]) else {}
         entry["timing_took_s"] = time.monotonic() - began
@@ -215,11 +224,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def stem(device_name: str | None, begun: str) -> str:
+def stem(device_name: str | None, begun: str, beside: bool = False) -> str:
     """File name for a device and a day, such as `rivals_h200_2026-11-21`."""
     words = (device_name or "unknown").lower().replace("nvidia ", "")
     short = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-    return f"rivals_{short}_{begun[:10]}"
+    return f"rivals{'-beside' if beside else ''}_{short}_{begun[:10]}"
 
 
 @contextmanager
@@ -267,6 +276,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the block order")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--beside", action="store_true", help="beside a process that keeps a core busy; CPU only"
+    )
     parser.add_argument("--train", action="store_true", help="training steps, see train.py")
     parser.add_argument("--steps", type=int, default=1000, help="timed, of each option of --train")
     parser.add_argument(
@@ -288,6 +300,8 @@ def main() -> None:
         return
     args.device = resolve_device(args.device)
     kind = args.device.partition(":")[0]
+    if args.beside and kind != "cpu":
+        raise SystemExit("--beside shares CPU cores: use it with --device cpu")
     known, published = CASES[kind], None
     if args.quick:
         published = quick.closest(msgspec.to_builtins(load_facts(args.device)), RESULTS)
@@ -333,7 +347,7 @@ def measure_all(
             break
         case = waiting.pop(0)
         fresh = run(case, args, partial(_tell, case.name, began))
-        path = args.out / f"{stem(fresh['environment']['name'], begun)}.json"
+        path = args.out / f"{stem(fresh['environment']['name'], begun, args.beside)}.json"
         with alone_in(args.out):
             document = merge(read(path), fresh, order)
             path.write_text(json.dumps(document, separators=(",", ":")) + "\n")

@@ -18,7 +18,7 @@ from typing import Any
 from readme_table import newest
 from rival_arms import OURS
 from rival_cases import Case
-from rival_options import AUTOTUNED, OPTIONS
+from rival_options import AUTOTUNED, options_of
 from rival_results import Document, Row, against, best_of, ours_of, read, rows_of
 from rival_tables import effect
 
@@ -101,10 +101,11 @@ def cases(known: Sequence[Case], kind: str, published: Document | None) -> list[
     found = []
     for name in CHOSEN[kind]:
         best = None if published is None else best_of(rows_of(published, name), "period_ms")
-        every = [option for option in OPTIONS[kind] if AUTOTUNED not in option]
-        two = [every[0], best["option"]] if best and best["option"] in OPTIONS[kind] else every
+        case = by_name[name]
+        every = [each for each in options_of(kind, case.precision) if AUTOTUNED not in each]
+        two = [every[0], best["option"]] if best and best["option"] in every else every
         options = tuple(dict.fromkeys(two))
-        found.append(by_name[name]._replace(budget_s=BUDGET_S[kind], options=options))
+        found.append(case._replace(budget_s=BUDGET_S[kind], options=options))
     return found
 
 

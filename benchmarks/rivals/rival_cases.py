@@ -19,7 +19,8 @@ class Case(NamedTuple):
         size: a batch size, or the shape of its first input, such as `4x256`.
         precision: lowest precision that the search may use.
         budget_s: search budget in seconds; None for the device's default.
-        options: options by hand to time; all of the device if empty.
+        options: options by hand to time; all of the device and precision if empty.
+        label: end of its name, where another case has the same workload.
     """
 
     spec: str
@@ -27,11 +28,12 @@ class Case(NamedTuple):
     precision: str = "same"
     budget_s: float | None = None
     options: tuple[str, ...] = ()
+    label: str = ""
 
     @property
     def name(self) -> str:
         """Name in results, without the library prefix."""
-        return f"{self.spec.rpartition(':')[2]}:{self.size}"
+        return f"{self.spec.rpartition(':')[2]}:{self.size}{self.label}"
 
     def load(self) -> Workload:
         """Load the workload on the CPU, with random weights."""
@@ -58,7 +60,19 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("transformers:bert", "8x128", "fp16", 60.0),  # imports take seconds in each process
         Case("gpt2", "4x256", "fp16"),
     ),
-    "cpu": (Case("resnet50", "1"), Case("mobilenet_v3_large", "1"), Case("vit_b_16", "1")),
+    "cpu": (
+        Case("resnet50", "1"),
+        Case("mobilenet_v3_large", "1"),
+        Case("vit_b_16", "1"),
+        Case("torchvision:efficientnet_b0", "1"),
+        Case("transformers:bert", "1x128"),
+        Case("gpt2", "1x64"),
+        Case("resnet50", "8"),
+        Case("resnet50", "1", "bf16", label=" bf16"),
+        Case("mobilenet_v3_large", "1", "bf16", label=" bf16"),
+        Case("vit_b_16", "1", "bf16", label=" bf16"),
+        Case("transformers:bert", "1x128", "bf16", label=" bf16"),
+    ),
 }
 
 

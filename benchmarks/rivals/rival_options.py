@@ -1,4 +1,4 @@
-"""Options that engineers write by hand in plain PyTorch, without steadytorch.
+"""Options that engineers write by hand, without steadytorch.
 
 Each option is a function of (model, example), where `example` is the `(args, kwargs)` of a call. It
 may convert the model in place, and returns a callable with the model's signature. All do the same
@@ -9,8 +9,10 @@ which later calls do not overwrite.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +81,17 @@ class Lowered(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = mapped(self._lower, (args, kwargs))
         return mapped(widened, self.model(*args, **kwargs))
+
+
+class Flat(torch.nn.Module):
+    """A model that returns its tensors in a tuple."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(leaves(self.model(*args, **kwargs)))
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -201,6 +214,49 @@ def compiled_as_is(model: torch.nn.Module, example: Example, freezing: bool) -> 
     return inferring(torch.compile(model))
 
 
+def frozen(model: torch.nn.Module, example: Example, dtype: torch.dtype) -> Call:
+    return compiled_as_is(Lowered(model, dtype), example, freezing=True)
+
+
+def openvino(model: torch.nn.Module, example: Example, precision: str) -> Call:
+    """OpenVINO's CPU plug-in, tuned for latency; results are copied out of it."""
+    import openvino
+
+    returned = inferring(model)(*example[0], **example[1])
+    converted = openvino.convert_model(Flat(model), example_input=example[1] or example[0])
+    hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision}
+    request = openvino.Core().compile_model(converted, "CPU", hints).create_infer_request()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [x.numpy() for x in leaves((args, kwargs))]
+        results = iter(request.infer(given, share_inputs=True).values())
+        return mapped(lambda _: torch.from_numpy(next(results)), returned)
+
+    return call
+
+
+def onnxruntime(model: torch.nn.Module, example: Example) -> Call:
+    """ONNX Runtime on as many threads as PyTorch uses."""
+    import onnxruntime
+
+    returned = inferring(model)(*example[0], **example[1])
+    program = torch.onnx.export(model, example[0], kwargs=example[1], dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        program.save(path)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [x.numpy() for x in leaves((args, kwargs))]
+        results = iter(session.run(None, dict(zip(names, given, strict=True))))
+        return mapped(lambda _: torch.from_numpy(next(results)), returned)
+
+    return call
+
+
 def _inductor() -> Any:
     import torch._inductor.config as settings  # a slow import; few options need it
 
@@ -237,9 +293,19 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "channels_last": channels_last,
         "compile": partial(compiled_as_is, freezing=False),
         "compile freezing": partial(compiled_as_is, freezing=True),
+        "ONNX Runtime": onnxruntime,
+        "OpenVINO": partial(openvino, precision="f32"),
+        "bf16 compile freezing": partial(frozen, dtype=HALF["bf16"]),
+        "bf16 OpenVINO": partial(openvino, precision="bf16"),
     },
 }
 """Options by device type; the first is "eager" in the summary."""
+
+
+def options_of(device: str, precision: str) -> list[str]:
+    """Names of the options of a device type that keep to a precision class."""
+    lower = () if precision != "same" else tuple(HALF)
+    return [name for name in OPTIONS[device] if not name.startswith(lower)]
 
 
 def compiles(name: str) -> bool:

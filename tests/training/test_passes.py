@@ -19,7 +19,7 @@ from steadytorch.training.passes import (
     passes,
     size_fault,
 )
-from steadytorch.workload.start import optimizer_of, parameters_of, with_optimizer
+from steadytorch.workload.start import Start, optimizer_of, parameters_of, with_optimizer
 from steadytorch.workload.workload import Workload
 
 from .trained import momentum, workload
@@ -154,6 +154,46 @@ def test_a_step_with_other_state_is_a_fault():
         made.step_function()()
 
     assert "differently than its gradient requires" in optimizer_fault(made, step, start)
+
+
+def adamw(parameters, factor=1.0, **given):
+    given = {"lr": factor * 1e-4, "weight_decay": 0.1} | given
+    return torch.optim.AdamW(parameters, **given)
+
+
+UPDATES = {
+    "fused": (lambda p: adamw(p, fused=True), None),
+    "foreach": (lambda p: adamw(p, foreach=True), None),
+    "at twice the rate": (lambda p: adamw(p, 2.0), "differently"),
+    "at 99 % of the rate": (lambda p: adamw(p, 0.99), "differently"),
+    "without decay": (lambda p: adamw(p, weight_decay=0.0), "differently"),
+    "nothing": (lambda p: adamw(p, 0.0), "leaves"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_updates_that_are_small_beside_the_weights_are_compared_beyond_rounding(kind, dtype):
+    make, fault = UPDATES[kind]
+    if dtype == torch.bfloat16 and kind in ("at 99 % of the rate", "without decay"):
+        pytest.skip("less than bf16 weights resolve")
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, dtype=dtype)
+    nn.init.normal_(model.weight, std=0.01 if dtype == torch.bfloat16 else 1.0)
+    targets = torch.randint(64, (16,))
+    made = with_optimizer(
+        Workload.training(
+            model, torch.randn(16, 64, dtype=dtype), nn.CrossEntropyLoss(), adamw, targets=targets
+        )
+    )
+    start = Start(made)
+
+    def step():
+        taken(made)
+        make(model.parameters()).step()
+
+    found = optimizer_fault(made, step, start)
+    assert found is None if fault is None else fault in found
 
 
 class Kept(nn.Module):

@@ -79,6 +79,15 @@ def test_what_trains_channels_last_already_is_refused(cpu):
         assert ChannelsLast().applies_to(made, cpu).reason == "already channels last"
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 8, 8), (2, 3, 1, 1)], ids=["channel", "pixel"])
+def test_images_that_are_both_are_not_channels_last_already(cpu, shape):
+    images = torch.randn(*shape)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(shape[1], 4, 1), nn.Conv2d(4, 4, 3, padding=1))
+    assert ChannelsLast().applies_to(training(model, images), cpu) == Applicable()
+    assert ChannelsLast().applies_to(Workload(model, images), cpu) == Applicable()
+
+
 def test_training_on_what_is_no_image_is_refused(cpu):
     made = training(nn.Conv2d(1, 1, 1), torch.ones(2, 4))
     assert ChannelsLast().applies_to(made, cpu).reason == "the inputs contain no image"

@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from steadytorch.runtime.agreement import TOLERANCES, together
 from steadytorch.training.passes import SMALL, Passes, begin, passes
+from steadytorch.verification.verdict import STEP_FACTOR
 from steadytorch.verification.verify import Arguments
 from steadytorch.workload.start import Start, parameters_of
 from steadytorch.workload.workload import Workload
@@ -37,26 +39,48 @@ by the same for every seed, as its masks have little effect. At 0.1 it is within
 """
 LEAST_MARGIN = 0.02
 """Medians no further apart than this, relative, are no difference in any class."""
+ACCURATE = 0.1
+"""Gradients that rounding to bf16 moves by no more also give a slope by themselves. Those further
+up a network with kinks and batch norms are noise in bf16, and the loss bends along them: that slope
+changed by 3 to 12 % where a backward pass drew another mask, and by 0.3 % in bf16."""
 VARIES = 0.1
 """Below this share of a gradient its change from pass to pass may be rounding to bf16 alone."""
 REACHED = 0.3
 """Differences of gradients are rounded as the gradients are: share of these that is compared."""
+SLOPES = 2
+"""Columns of slopes, behind the loss."""
 _NAN = torch.tensor(float("nan"))
 SAME_NUMBERS = "draws the same random numbers at each call"
 NOT_ADVANCED = "does not advance the caller's random number generator"
 
 
 def summaries(
-    workload: Workload, model: Any, arguments: Arguments, start: Start, first_seed: int = FIRST_SEED
+    workload: Workload,
+    model: Any,
+    arguments: Arguments,
+    start: Start,
+    rounding: Sequence[float],
+    first_seed: int = FIRST_SEED,
 ) -> Tensor:
     """Passes with one batch from one state, a seed each.
+
+    Args:
+        workload: the untouched workload, as returned by `with_optimizer`.
+        model: the model to call instead of the workload's.
+        arguments: arguments of the call.
+        start: state from which each pass starts; restored at the end.
+        rounding: relative L2 error of each gradient that rounding to bf16 explains.
+        first_seed: seed of the first pass; the others follow.
 
     Returns:
         One row a pass, float64 on the CPU, NaN where a pass has no such figure. The columns: the
         loss; the slope of the loss along the gradient, by differences with the same seed, over what
-        the gradient says; then for each gradient its norm, and of its difference from the pass
-        before the norm and the correlation of neighbours along the first and the last dimension.
+        the gradient says; the same along the gradients that are `ACCURATE`, if some are not; then
+        for each gradient its norm, and of its difference from the pass before the norm and the
+        correlation of neighbours along the first and the last dimension.
     """
+    accurate = [error <= ACCURATE for error in rounding]
+    every = [True] * len(accurate)
     begin(workload, start, 0)
     rows: list[list[Tensor]] = []
     before: list[Tensor] = []
@@ -65,8 +89,9 @@ def summaries(
         torch.manual_seed(seed)
         found = passes(workload, model, arguments)
         gradients = [g.detach() for g in found.gradients.values() if g is not None]
-        slope = _slope(workload, model, arguments, found, seed)
-        row = [found.loss.float(), slope]
+        row = [found.loss.float()]
+        for chosen in (every, accurate if any(accurate) and not all(accurate) else ()):
+            row.append(_slope(workload, model, arguments, found, chosen, seed) if chosen else _NAN)
         for number, gradient in enumerate(gradients):
             row.append(gradient.float().norm())
             row += _neighbours(gradient - before[number]) if before else [_NAN] * 3
@@ -80,9 +105,14 @@ def summaries(
 
 @torch.no_grad()
 def _slope(
-    workload: Workload, model: Any, arguments: Arguments, found: Passes, seed: int
+    workload: Workload,
+    model: Any,
+    arguments: Arguments,
+    found: Passes,
+    chosen: Sequence[bool],
+    seed: int,
 ) -> Tensor:
-    """The loss's change along its own gradient over what the gradient says it is.
+    """The loss's change along its own chosen gradients over what these say it is.
 
     Both losses are of the same masks as the gradient: one where the backward pass uses another
     mask, or another rate, is not 1.
@@ -90,7 +120,8 @@ def _slope(
     held = parameters_of(workload)
     least, most = STEPS
     step = least * (most / least) ** random.Random(seed).random()
-    pairs = [(held[name], g) for name, g in found.gradients.items() if g is not None]
+    given = [(held[name], g) for name, g in found.gradients.items() if g is not None]
+    pairs = list(compress(given, chosen))
     square = sum((g.float().norm() ** 2 for _, g in pairs), torch.zeros(()))
     if not bool(square > 0):
         return _NAN
@@ -125,17 +156,20 @@ def _neighbours(moved: Tensor) -> list[Tensor]:
     return found
 
 
-def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str]:
+def difference(
+    found: Tensor, right: Tensor, precision: str, rounding: Sequence[float]
+) -> tuple[float, str]:
     """How likely two samples of `summaries` are to come from one distribution.
 
     Each figure is compared by the rank-sum test of Mann and Whitney (1947), and the least p-value
     is multiplied by the number of figures (Bonferroni). A difference of medians that the class's
-    rounding explains is none.
+    rounding explains is none: in a network with kinks it explains a third of some gradients.
 
     Args:
         found: of a candidate.
         right: of the untouched workload.
         precision: the candidate's class.
+        rounding: relative L2 error of each gradient that the class's rounding explains.
 
     Returns:
         The p-value, and in words what differs.
@@ -144,8 +178,7 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
 
     least, differs, count = 1.0, "", 0
     margin = max(LEAST_MARGIN, TOLERANCES.get(precision, 0.0))
-    scales = _scales(right)
-    for column, scale in enumerate(scales):
+    for column, allowed in enumerate(_allowed(right, margin, rounding)):
         one, other = (sample[:, column] for sample in (found, right))
         one, other = one[~one.isnan()].numpy(), other[~other.isnan()].numpy()
         if not (len(one) and len(other)):
@@ -153,7 +186,7 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
         if not np.isfinite(one).all():
             return 0.0, "whether loss and gradients are finite"
         count += 1
-        if abs(float(np.median(one) - np.median(other))) <= margin * scale:
+        if abs(float(np.median(one) - np.median(other))) <= allowed:
             continue
         p_value = float(mannwhitneyu(one, other).pvalue)
         if p_value < least:
@@ -161,31 +194,43 @@ def difference(found: Tensor, right: Tensor, precision: str) -> tuple[float, str
     return min(1.0, least * max(count, 1)), differs
 
 
-def _scales(right: Tensor) -> list[float]:
-    """By column, the value of which rounding is a share; infinite where all may be rounding.
+def _allowed(right: Tensor, margin: float, rounding: Sequence[float]) -> list[float]:
+    """By column, how far medians may be apart; infinite where all may be rounding.
+
+    An error of size e changes a norm by at most e, and the norm of a difference of two gradients by
+    at most e times the root of 2. It makes the correlation of neighbours smaller by the share that
+    its square has in the gradients', and the slope along them by its square. Errors may be
+    `STEP_FACTOR` times those that rounding explains.
 
     The gradient of a bias before a batch norm is zero but for rounding, and so is the difference of
     two gradients that no mask reaches.
     """
     medians = right.nanmedian(dim=0).values.tolist()
-    loss, norms, moves = medians[0], medians[2::4], medians[3::4]
+    loss, norms, moves = medians[0], medians[SLOPES + 1 :: 4], medians[SLOPES + 2 :: 4]
     least = SMALL * together(norms)
-    scales = [abs(loss), 1.0]
-    for norm, moved in zip(norms, moves, strict=True):
+    sizes = [max(norm, least) for norm in norms]
+    errors = [STEP_FACTOR * size * share for size, share in zip(sizes, rounding, strict=True)]
+    whole = together(errors) / (together(sizes) or math.inf)
+    allowed = [margin * abs(loss), max(margin, whole**2), ACCURATE**2]
+    for norm, size, moved, error in zip(norms, sizes, moves, errors, strict=True):
         # NaN, where there is no difference, compares as small.
         correlates = norm > least and moved > VARIES * norm
-        scales += [max(norm, least), max(moved, REACHED * norm, least)]
-        scales += [1.0 if correlates else math.inf] * 2
-    return scales
+        diluted = 2 * error**2 / (moved**2 + 2 * error**2) if correlates else math.inf
+        allowed += [
+            max(margin * size, error),
+            max(margin * max(moved, REACHED * norm, least), 2**0.5 * error),
+        ]
+        allowed += [max(margin, diluted)] * 2
+    return allowed
 
 
 def _kind(column: int) -> str:
     """What a column of `summaries` holds, in words."""
-    if column < 2:
-        return ("the loss", "the slope of the loss along its gradient")[column]
+    if column <= SLOPES:
+        return "the slope of the loss along its gradient" if column else "the loss"
     correlation = "how neighbouring gradients correlate"
     words = ("the size of gradients", "how far gradients vary", correlation, correlation)
-    return words[(column - 2) % 4]
+    return words[(column - SLOPES - 1) % 4]
 
 
 MOST_ALIKE = 32

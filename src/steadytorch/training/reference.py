@@ -32,6 +32,7 @@ from steadytorch.training.passes import (
     Passes,
     begin,
     errors_of,
+    gradient_errors,
     optimizer_fault,
     passes,
 )
@@ -94,7 +95,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     higher = _higher(workload, start, sets, draws)
     right = [_right(found, workload) for found in higher.runs]
     errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
-    explained = _explained(workload, seed, start, sets, right, errors)
+    explained, rounding = _explained(workload, seed, start, sets, right, errors)
     noise = errors_of(again, _right(own[0], workload))
     repeats = _repeats(
         noise, explained["same"], lambda: errors_of(higher.take(0, sets[0]), right[0])
@@ -113,7 +114,10 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
             name: {part: (error.relative_l2, error.relative_max) for part, error in parts.items()}
             for name, parts in explained.items()
         },
-        "draws": summaries(workload, workload.model, sets[0], start) if draws else None,
+        "rounding": rounding,
+        "draws": summaries(workload, workload.model, sets[0], start, rounding["bf16"])
+        if draws
+        else None,
     }
     before.undo()
     notes = [
@@ -243,36 +247,44 @@ def _explained(
     sets: Sequence[Arguments],
     right: Sequence[Mapping[str, Any]],
     errors: Sequence[Parts],
-) -> dict[str, Parts]:
-    """Errors that rounding explains, by precision class and part."""
+) -> tuple[dict[str, Parts], dict[str, list[float]]]:
+    """Errors that rounding explains, by precision class: of each part, and of each gradient."""
 
-    def noisy(number: int, size: float) -> Parts:
+    def noisy(number: int, size: float) -> tuple[Parts, list[float]]:
         begin(workload, start, number)
         found = _noisy(workload, sets[number], size, seed + number)
-        return errors_of(found, right[number])
+        return errors_of(found, right[number]), gradient_errors(found, right[number])
 
     own = OWN_ROUNDING.get(workload.dtype, ROUNDING["bf16"])
     found = {size: noisy(0, size) for size in set(ROUNDING.values())}
-    same = _worst_parts([*errors, *(noisy(number, own) for number in range(len(sets)))])
-    same[GRADIENTS] = worst([same[GRADIENTS], _extrapolated(found, own)])
-    lower = {name: _worst_parts([same, found[size]]) for name, size in ROUNDING.items()}
-    return {"same": same, **lower}
+    runs = [noisy(number, own) for number in range(len(sets))]
+    same = _worst_parts([*errors, *(parts for parts, _ in runs)])
+    fine, by_gradient = found[min(found)]
+    growth = _growth(
+        {size: parts[GRADIENTS].relative_l2 for size, (parts, _) in found.items()}, own
+    )
+    most = OutputError(fine[GRADIENTS].relative_l2 * growth, fine[GRADIENTS].relative_max * growth)
+    same[GRADIENTS] = worst([same[GRADIENTS], most])
+    lower = {name: _worst_parts([same, found[size][0]]) for name, size in ROUNDING.items()}
+    rounding = {name: found[size][1] for name, size in ROUNDING.items()}
+    rounding["same"] = [
+        max(run, error * growth) for run, error in zip(runs[0][1], by_gradient, strict=True)
+    ]
+    return {"same": same, **lower}, rounding
 
 
-def _extrapolated(found: Mapping[float, Parts], size: float) -> OutputError:
-    """Extrapolates the error of gradients to another noise size from two sizes.
+def _growth(errors: Mapping[float, float], size: float) -> float:
+    """The error of gradients at another noise, as a multiple of that at the finer of two.
 
     In float32 only a few values in millions cross a kink, and one can cause most of the error, so a
     handful of runs may miss it. Coarse noise makes thousands cross. Errors grow linearly with the
     noise if gradients are smooth, and with its square root if they come from crossings, whose
     number grows with the noise.
     """
-    fine, coarse = sorted(found)
-    errors = {noise: found[noise][GRADIENTS] for noise in found}
-    ratio = errors[coarse].relative_l2 / (errors[fine].relative_l2 or math.inf)
+    fine, coarse = sorted(errors)
+    ratio = errors[coarse] / (errors[fine] or math.inf)
     power = min(1.0, max(0.5, math.log(ratio or 1.0) / math.log(coarse / fine)))
-    factor = (size / fine) ** power
-    return OutputError(errors[fine].relative_l2 * factor, errors[fine].relative_max * factor)
+    return (size / fine) ** power
 
 
 def _worst_parts(found: Sequence[Parts]) -> Parts:

@@ -101,8 +101,9 @@ def _with_draws(
     explained = {part: OutputError(*both) for part, both in data["explained"][precision].items()}
     if decide_parts(found.parts, explained, precision) is None:
         return found
-    sample = summaries(workload, model, arguments, start, FIRST_SEED + SEEDS)
-    p_value, differs = difference(sample, data["draws"], precision)
+    rounding = data["rounding"]
+    sample = summaries(workload, model, arguments, start, rounding["bf16"], FIRST_SEED + SEEDS)
+    p_value, differs = difference(sample, data["draws"], precision, rounding[precision])
     return Verification(found.error, None, found.parts, p_value, differs)
 
 

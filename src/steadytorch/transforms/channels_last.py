@@ -53,13 +53,15 @@ class ChannelsLast(Transform):
         """Needs 2-d or 3-d convolutions that are not yet channels last, and no hooks."""
         weights = _weights(workload.module)
         images = [t for t in tensors_of(workload.inputs) if _is_image(t)]
-        # In training, channels-last weights or images alone make convolutions run channels last.
-        last = any if workload.is_training else all
+        groups = weights, images
+        # In training, channels-last weights or images alone make convolutions run channels last;
+        # images of one channel are both.
+        last = any(map(_made_last, groups)) if workload.is_training else all(map(_all_last, groups))
         return decide(
             (workload.module is None, PLAIN_CALLABLE),
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
             (workload.is_training and not images, "the inputs contain no image"),
-            (last(map(_all_last, (weights, images))), "already channels last"),
+            (last, "already channels last"),
             hooks_see(workload, _SEEN),
         )
 
@@ -116,3 +118,8 @@ def _is_image(tensor: torch.Tensor) -> bool:
 
 def _all_last(images: list[torch.Tensor]) -> bool:
     return all(t.is_contiguous(memory_format=_FORMATS[t.dim()]) for t in images)
+
+
+def _made_last(images: list[torch.Tensor]) -> bool:
+    """Whether all are channels last, and not only because one dimension has a single element."""
+    return _all_last(images) and any(map(_is_last, images))
