@@ -79,8 +79,6 @@ from steadytorch.workload.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 METRICS = {"cuda": ("period", "latency"), "cpu": ("period",)}
-BUDGET_S = {"cuda": 45.0, "cpu": 90.0}
-"""Default search budget of a case, by device."""
 BEYOND = 1.06
 """Cap on autotuned set-ups, as a multiple of the search time."""
 START_S = 40.0
@@ -101,7 +99,7 @@ def searched(
     options = SearchOptions(
         objective="contended" if args.beside else "auto",
         precision=case.precision,
-        budget_s=budget_of(case, args.device),
+        budget_s=case.budget_s,
     )
     timeline = Timeline()
     try:
@@ -130,7 +128,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
         "spec": case.spec,
         "size": case.size,
         "precision": case.precision,
-        "budget_s": budget_of(case, args.device),
+        "budget_s": case.budget_s,
         "processes": args.processes,
         "timing_s": args.timing,
         "threads": torch.get_num_threads(),
@@ -208,11 +206,6 @@ def _rows(
     return rows
 
 
-def budget_of(case: Case, device: str) -> float:
-    """Search budget of a case in seconds."""
-    return case.budget_s or BUDGET_S[device.partition(":")[0]]
-
-
 def processes(text: str) -> int:
     """Parse a number of processes for `argparse`."""
     if not text.isdecimal() or 0 < int(text) < LEAST_PROCESSES:
@@ -259,7 +252,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--precision", help="of the searches; default: by workload")
     parser.add_argument(
-        "--budget", type=parse_duration, help="of each search; default: by workload"
+        "--budget", type=parse_duration, help="of each search; default: that of steady.tune"
     )
     parser.add_argument(
         "--cap", type=parse_duration, help="of autotuned set-ups; default: 1.06 x search time"
@@ -339,7 +332,7 @@ def measure_all(
     """
     longest = 0.0
     while waiting:
-        start, budget_s = time.monotonic(), budget_of(waiting[0], args.device)
+        start, budget_s = time.monotonic(), waiting[0].budget_s
         once_s = (args.cap or BEYOND * budget_s) + args.timing
         expected = START_S + budget_s + once_s * (1 + args.processes)
         fits = start - began + max(longest, expected) <= args.seconds

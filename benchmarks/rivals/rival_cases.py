@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from steadytorch import load_workload
 from steadytorch.errors import UsageError
+from steadytorch.tune.select import SearchOptions
 from steadytorch.workload.workload import Workload
 
 
@@ -18,7 +19,7 @@ class Case(NamedTuple):
         spec: name for `load_workload`.
         size: a batch size, or the shape of its first input, such as `4x256`.
         precision: lowest precision that the search may use.
-        budget_s: search budget in seconds; None for the device's default.
+        budget_s: search budget in seconds; by default that of `steady.tune`.
         options: options by hand to time; all of the device and precision if empty.
         label: end of its name, where another case has the same workload.
     """
@@ -26,7 +27,7 @@ class Case(NamedTuple):
     spec: str
     size: str
     precision: str = "same"
-    budget_s: float | None = None
+    budget_s: float = SearchOptions().budget_s
     options: tuple[str, ...] = ()
     label: str = ""
 
@@ -45,19 +46,19 @@ class Case(NamedTuple):
 CASES: dict[str, tuple[Case, ...]] = {
     "cuda": (
         Case("resnet50", "1", "fp16"),
-        Case("resnet50", "64", "fp16", 48.0),
+        Case("resnet50", "64", "fp16"),
         # With random weights, values shrink from layer to layer below the resolution of fp16.
         Case("mobilenet_v3_large", "1", "bf16"),
-        Case("torchvision:densenet121", "1", "fp16", 75.0),  # 120 convolutions: long compilation
-        Case("torchvision:efficientnet_b0", "64", "bf16", 56.0),
-        Case("torchvision:convnext_tiny", "32", "fp16", 48.0),
+        Case("torchvision:densenet121", "1", "fp16"),  # 120 convolutions: long compilation
+        Case("torchvision:efficientnet_b0", "64", "bf16"),
+        Case("torchvision:convnext_tiny", "32", "fp16"),
         Case("torchvision:vgg16_bn", "64", "fp16"),
         Case("vit_b_16", "1", "fp16"),
         # Limited by power, of which fp16 needs more.
-        Case("vit_b_16", "64", "bf16", 60.0),
+        Case("vit_b_16", "64", "bf16"),
         # The size nearest to 256x256 that fits its four poolings.
-        Case("unet", "4x1x252x252", "fp16", 48.0),
-        Case("transformers:bert", "8x128", "fp16", 60.0),  # imports take seconds in each process
+        Case("unet", "4x1x252x252", "fp16"),
+        Case("transformers:bert", "8x128", "fp16"),  # imports take seconds in each process
         Case("gpt2", "4x256", "fp16"),
     ),
     "cpu": (
@@ -82,14 +83,15 @@ def chosen(
     precision: str | None = None,
     budget_s: float | None = None,
 ) -> list[Case]:
-    """Select cases whose names begin with one of `only`; other texts define a case, SPEC:SIZE.
+    """Select the cases named by `only`, or whose names begin so; others are SPEC:SIZE.
 
     Raises:
         UsageError: a text matches no case and does not have the form SPEC:SIZE.
     """
     found = [] if only else list(cases)
     for text in only:
-        fitting = [case for case in cases if case.name.startswith(text)]
+        named = [case for case in cases if case.name == text]
+        fitting = named or [case for case in cases if case.name.startswith(text)]
         found += [case for case in fitting if case not in found] or (
             [] if fitting else [_own(text)]
         )

@@ -21,6 +21,8 @@ Call = Callable[..., Any]
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 Option = Callable[[torch.nn.Module, Example], Call]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ENGINES = ("ONNX Runtime", "OpenVINO")
+"""Substrings of the names of options beyond PyTorch."""
 AUTOTUNED = "max-autotune"
 """Substring of the names of options with a cap on the set-up time."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
-from rival_options import AUTOTUNED
+from rival_options import AUTOTUNED, ENGINES
 from rival_results import (
     CV_LIMIT,
     WRONG,
@@ -17,6 +18,7 @@ from rival_results import (
     cause,
     is_wrong,
     ours_of,
+    ratio,
     rows_of,
     totals,
 )
@@ -191,6 +193,10 @@ def over_all(document: Document) -> list[str]:
             f"of {each['workloads']} workloads, worst {each['worst']:.3f} "
             f"({each['worst_workload']})"
         )
+    if (alone := against_pytorch(document)) is not None:
+        lines.append(
+            f"- our period over that of the best of PyTorch alone: geometric mean {alone:.3f}"
+        )
     if found["search_s"] is not None:
         lines.append(f"- search: median {found['search_s']:.0f} s")
     if found["autotuned"]:
@@ -199,6 +205,21 @@ def over_all(document: Document) -> list[str]:
             f"- {AUTOTUNED}: {took}{found['autotuned_ready']} of {found['autotuned']} ready in time"
         )
     return lines
+
+
+def against_pytorch(document: Document) -> float | None:
+    """Geometric mean of our period over that of the best option without other engines.
+
+    None where no other engine was timed.
+    """
+    found, engines = [], False
+    for name in document["workloads"]:
+        rows = rows_of(document, name)
+        own = [row for row in rows if not any(engine in row["option"] for engine in ENGINES)]
+        engines = engines or len(own) < len(rows)
+        found.append(ratio(against(best_of(own, "period_ms"), "period")))
+    known = [each for each in found if each is not None]
+    return geometric_mean(known) if engines and known else None
 
 
 def protocol(entry: dict[str, Any]) -> str:

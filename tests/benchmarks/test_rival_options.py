@@ -9,6 +9,8 @@ from torch import nn
 
 NEEDS = {"ONNX Runtime": "onnxruntime", "OpenVINO": "openvino", "bf16 OpenVINO": "openvino"}
 
+QUICK = ("eager", "channels_last", "OpenVINO")
+
 
 class Nested(nn.Module):
     def __init__(self):
@@ -30,7 +32,7 @@ def inputs(seed):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    [n if "compile" not in n else pytest.param(n, marks=pytest.mark.slow) for n in OPTIONS["cpu"]],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPTIONS["cpu"]],
 )
 def test_an_option_returns_what_the_model_does(name):
     if name in NEEDS:

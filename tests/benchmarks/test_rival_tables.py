@@ -143,3 +143,14 @@ def test_wrong_results_are_called_so():
 def test_a_verdict_over_processes_says_how_many():
     claim = {**judgement(-0.02), "processes": 5, "claim": "machine"}
     assert rival_tables.effect(claim) == "-2.0 % (-3.0 to -1.0), 5 processes"
+
+
+def test_engines_beyond_pytorch_are_told_apart():
+    def made(*rows):
+        return document(row("a:1", "steadytorch", 1.0), *rows)
+
+    pytorch = row("a:1", "compile", 4.0, ours_against_it={"period": judgement(-0.75)})
+    engine = row("a:1", "OpenVINO", 2.0, ours_against_it={"period": judgement(-0.5)})
+    assert rival_tables.against_pytorch(made(pytorch)) is None
+    assert rival_tables.against_pytorch(made(pytorch, engine)) == 0.25
+    assert "best of PyTorch alone: geometric mean 0.250" in rival_tables.page(made(pytorch, engine))

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 
 from steadytorch.bench import gate as module
+from steadytorch.cli.gate import gate
 from steadytorch.results.compare import Interval
 from steadytorch.results.gate import GateResult, GateRow, Revision
 
@@ -154,3 +156,14 @@ def test_what_cannot_be_tracked_is_bad_input(steady):
     ended = steady("track", "tiny.py")
     assert ended.code == 2
     assert "is not a saved result" in only_line(ended.err)
+
+
+def test_the_command_has_the_defaults_of_the_function():
+    context = click.Context(gate)
+    processes, threshold = (
+        next(option for option in gate.params if option.name == name)
+        for name in ("processes", "threshold")
+    )
+    assert processes.get_default(context) == module.PROCESSES
+    given = threshold.get_default(context)
+    assert threshold.process_value(context, given) == module.THRESHOLD

@@ -81,7 +81,7 @@ COMMANDS = {
         ("--base", "text", None),
         *SHAPING,
         ("--threshold", "text", "1%"),
-        ("--processes", "integer range", 27),
+        ("--processes", "integer range", 40),
         ("--budget", "text", None),
         ("--metric", "latency|period", "latency"),
         ("--base-env", "text", None),

@@ -43,6 +43,22 @@ def test_training_begins_with_layout_compiler_and_mixed_precision_together(regim
     assert singles == [(AUTOCAST,), (COMPILED,), (LAYOUT,)]
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+def test_steps_on_a_gpu_that_never_came_near_the_best_are_late(regime):
+    graph = single("step_graph", scope="step")
+    fused = single("optimizer", implementation="fused", merge=False)
+    available = [*(s for s in OF_TRAINING if s.name != "cudnn_engines"), fused, graph]
+    source = CandidateSource(available, TRAINING, "bf16", regime)
+    strong, late = set(source.seeds()), set(source.late())
+    assert strong == {
+        transforms.order([*model, AUTOCAST, *ends])
+        for model in ([LAYOUT, COMPILED], [LAYOUT], [COMPILED], [])
+        for ends in ([fused, graph], [fused], [])
+        if graph in ends or COMPILED in model
+    }
+    assert {(LAYOUT,), (COMPILED,), (AUTOCAST,), (fused,)} <= late
+
+
 def test_training_at_its_own_precision_lowers_nothing():
     seeds = CandidateSource(OF_TRAINING, TRAINING, "same", "memory-bound").seeds()
     assert {spec.name for c in seeds for spec in c} <= {"channels_last", "cudnn_engines", "compile"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--processes",
-    default=27,
+    default=40,
     show_default=True,
     type=click.IntRange(min=5),
     help="Most fresh pairs of processes for each workload.",

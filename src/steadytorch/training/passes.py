@@ -212,7 +212,7 @@ def _follows(before: Tensor, after: Tensor, expected: Tensor) -> bool:
     before, after, expected = (_real(tensor) for tensor in (before, after, expected))
     due, off = expected - before, after - expected
     size = norm(due)
-    rounding = torch.finfo(before.dtype).eps * norm(before)
+    rounding = torch.finfo(before.dtype).eps * norm(before) if before.is_floating_point() else 0.0
     along = abs(float((off.double() * due.double()).sum())) / size if size else 0.0
     return (
         norm(off) <= REPEATABLE * size + rounding

@@ -58,6 +58,8 @@ from steadytorch.workload.workload import TrainingStep, Workload
 
 ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Relative noise per precision class: the unit roundoff."""
+COARSER = frozenset(ROUNDING.values())
+"""Noise of the lower classes, from which that of class `same` is extrapolated."""
 OWN_ROUNDING = {
     torch.float64: 2.0**-49,
     torch.float32: 2.0**-20,
@@ -95,7 +97,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     higher = _higher(workload, start, sets, draws)
     right = [_right(found, workload) for found in higher.runs]
     errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
-    explained, rounding = _explained(workload, seed, start, sets, right, errors)
+    explained, rounding = _explained(workload, seed, start, sets, right, errors, draws)
     noise = errors_of(again, _right(own[0], workload))
     repeats = _repeats(
         noise, explained["same"], lambda: errors_of(higher.take(0, sets[0]), right[0])
@@ -247,29 +249,35 @@ def _explained(
     sets: Sequence[Arguments],
     right: Sequence[Mapping[str, Any]],
     errors: Sequence[Parts],
+    draws: bool,
 ) -> tuple[dict[str, Parts], dict[str, list[float]]]:
-    """Errors that rounding explains, by precision class: of each part, and of each gradient."""
+    """Errors that rounding explains, by precision class: of each part, and of each gradient.
 
-    def noisy(number: int, size: float) -> tuple[Parts, list[float]]:
-        begin(workload, start, number)
-        found = _noisy(workload, sets[number], size, seed + number)
-        return errors_of(found, right[number]), gradient_errors(found, right[number])
+    The latter only for steps that draw random numbers, which are compared by them.
+    """
+
+    def noisy(size: float) -> tuple[Parts, list[float]]:
+        parts, by_gradient = [], []
+        for number, expected in enumerate(right):
+            begin(workload, start, number)
+            found = _noisy(workload, sets[number], size, seed + number)
+            parts.append(errors_of(found, expected))
+            by_gradient.append(gradient_errors(found, expected) if draws else [])
+        return _worst_parts(parts), [max(each) for each in zip(*by_gradient, strict=True)]
 
     own = OWN_ROUNDING.get(workload.dtype, ROUNDING["bf16"])
-    found = {size: noisy(0, size) for size in set(ROUNDING.values())}
-    runs = [noisy(number, own) for number in range(len(sets))]
-    same = _worst_parts([*errors, *(parts for parts, _ in runs)])
-    fine, by_gradient = found[min(found)]
-    growth = _growth(
-        {size: parts[GRADIENTS].relative_l2 for size, (parts, _) in found.items()}, own
-    )
-    most = OutputError(fine[GRADIENTS].relative_l2 * growth, fine[GRADIENTS].relative_max * growth)
+    found = {size: noisy(size) for size in {own, *COARSER}}
+    fine, coarse = (found[size][0][GRADIENTS] for size in (min(COARSER), max(COARSER)))
+    growth = _growth({min(COARSER): fine.relative_l2, max(COARSER): coarse.relative_l2}, own)
+    most = OutputError(fine.relative_l2 * growth, fine.relative_max * growth)
+    same = _worst_parts([*errors, found[own][0]])
     same[GRADIENTS] = worst([same[GRADIENTS], most])
-    lower = {name: _worst_parts([same, found[size][0]]) for name, size in ROUNDING.items()}
     rounding = {name: found[size][1] for name, size in ROUNDING.items()}
     rounding["same"] = [
-        max(run, error * growth) for run, error in zip(runs[0][1], by_gradient, strict=True)
+        max(run, growth * error)
+        for run, error in zip(found[own][1], found[min(COARSER)][1], strict=True)
     ]
+    lower = {name: _worst_parts([same, found[size][0]]) for name, size in ROUNDING.items()}
     return {"same": same, **lower}, rounding
 
 

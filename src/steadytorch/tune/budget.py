@@ -98,8 +98,11 @@ class Budget:
             )
 
     def looks(self) -> tuple[int, ...]:
-        """The planned looks at fresh pairs that fit into the time left; always the first."""
-        pairs = self.remaining() / (2 * self.shape.expected_s)
+        """The planned looks at fresh pairs that fit into the time left; always the first.
+
+        Overtime that could be granted counts: only a comparison that is undecided takes it.
+        """
+        pairs = (self.remaining() + self.may_add_s()) / (2 * self.shape.expected_s)
         return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
 
     def reserve_s(self) -> float:

@@ -116,7 +116,7 @@ class Search:
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
-        self._prospects, self._ended = Prospects(), ""
+        self._prospects, self._ended, self._beyond = Prospects(), "", ""
         self._rng = Random(options.seed)
         self._neighbour = Neighbour(options.objective == CONTENDED)
         self._pool = CandidatePool(
@@ -415,7 +415,7 @@ class Search:
                 lambda: self._pool.timed_block(self._pool.baseline),
                 lambda: self._pool.timed_block(chosen),
                 rng=self._rng,
-                stop=lambda: False,
+                stop=self._stops_confirming,
                 looks=self._budget.looks(),
             )
             self._top_up(chosen, marks)
@@ -502,10 +502,22 @@ class Search:
         more_s = self._budget.may_add_s()
         if not rivals or self._soonest_s(rivals) + needed_s > more_s:
             return False
-        self._budget.overtime_s += more_s
         label = describe(min(rivals, key=self._left_s).candidate)
-        self._watcher.phase(f"up to {more_s:.0f} s beyond the budget: {label} is about to be ready")
+        self._go_beyond("waiting for a compiled candidate", f"{label} is about to be ready")
         return True
+
+    def _go_beyond(self, doing: str, why: str) -> None:
+        """Grants the search the overtime that it may have."""
+        more_s = self._budget.may_add_s()
+        self._budget.overtime_s += more_s
+        self._beyond = doing
+        self._watcher.phase(f"up to {more_s:.0f} s beyond the budget: {why}")
+
+    def _stops_confirming(self) -> bool:
+        """Grants overtime to a confirmation that needs it; False, as its looks are planned."""
+        if self._budget.remaining() < 0 < self._budget.may_add_s():
+            self._go_beyond("confirming the plan", "whether it is faster is not decided yet")
+        return False
 
     def _neighbours(self, source: CandidateSource) -> list[Candidate]:
         """Retries and variations of the two leaders."""
@@ -584,10 +596,7 @@ class Search:
     def _how_it_ended(self) -> str:
         spent_s, beyond_s = self._budget.spent(), self._budget.spent() - self._options.budget_s
         if self._budget.overtime_s and beyond_s > 0:
-            return (
-                f"took {spent_s:.0f} s, {beyond_s:.0f} s beyond the budget, waiting for a compiled "
-                "candidate"
-            )
+            return f"took {spent_s:.0f} s, {beyond_s:.0f} s beyond the budget, {self._beyond}"
         return self._ended
 
     def _frozen(self, trial: LiveTrial) -> Trial:
