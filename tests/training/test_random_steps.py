@@ -130,13 +130,7 @@ def test_rounding_is_no_difference(seed):
     assert p_value > LEVEL, differs
 
 
-@pytest.mark.parametrize(
-    "drop",
-    [
-        drawing.redrawn,
-        pytest.param(drawing.shared, marks=pytest.mark.slow),
-        pytest.param(drawing.off_by_a_tenth, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drop", [drawing.shared, drawing.redrawn, drawing.off_by_a_tenth])
 def test_rounding_does_not_hide_wrong_masks(drop):
     assert kinked(3, drop)[0] <= LEVEL
