@@ -130,6 +130,7 @@ def run(case: Case, args: argparse.Namespace, tell: Callable[[str], None]) -> Do
         "precision": case.precision,
         "budget_s": case.budget_s,
         "processes": args.processes,
+        "beside": args.beside,
         "timing_s": args.timing,
         "threads": torch.get_num_threads(),
         "protocol": PROTOCOL,
@@ -196,7 +197,9 @@ def _rows(
         best_ones, began = close(rows), time.monotonic()
         tell(f"{args.processes} times in fresh processes: {', '.join(best_ones)}")
         started = partial(start_all, plan, best_ones, args.device, folder, entry["cap_s"], tell)
-        over_processes(rows, anew(started, args.processes, METRICS[kind], args.timing, rng, tell))
+        with closing(Neighbour(args.beside)) as neighbour, neighbour:
+            made = anew(started, args.processes, METRICS[kind], args.timing, rng, tell)
+        over_processes(rows, made)
         entry["processes_took_s"] = time.monotonic() - began
     if ours is None:
         rows.insert(0, failed_row(case.name, OURS, found["search_failed"]))
@@ -286,6 +289,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     began, begun, args = time.monotonic(), now(), arguments()
+    if args.beside and (args.train or args.quick):
+        raise SystemExit("--beside holds for neither --train nor --quick: leave it out")
     if args.train:
         import train
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from steadytorch.bench.series import Series
 from steadytorch.device.recording import Recording
 
@@ -91,3 +94,23 @@ def one_workload(name: str, against_best: float, tail: float = 1.004) -> list[di
             "detail": "",
         },
     ]
+
+
+class Nested(nn.Module):
+    """Takes indices and images, and nests its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.pixels = nn.Embedding(11, 4), nn.Conv2d(3, 4, 3)
+
+    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Any]:
+        mixed = self.words(ids).mean(1) + self.pixels(image).mean((2, 3))
+        return {"scores": mixed, "rest": (2 * mixed, ids + 1)}
+
+
+def nested_inputs(seed: int) -> tuple[Tensor, Tensor]:
+    """Arguments of `Nested`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(11, (2, 5), generator=generator)
+    return ids, torch.randn(2, 3, 8, 8, generator=generator)

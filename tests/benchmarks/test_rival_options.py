@@ -5,28 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from rival_options import OPTIONS, options_of
-from torch import nn
+
+from .rivalry import Nested
+from .rivalry import nested_inputs as inputs
 
 NEEDS = {"ONNX Runtime": "onnxruntime", "OpenVINO": "openvino", "bf16 OpenVINO": "openvino"}
 
 QUICK = ("eager", "channels_last", "OpenVINO")
-
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.pixels = nn.Embedding(11, 4), nn.Conv2d(3, 4, 3)
-
-    def forward(self, ids, image):
-        mixed = self.words(ids).mean(1) + self.pixels(image).mean((2, 3))
-        return {"scores": mixed, "rest": (2 * mixed, ids + 1)}
-
-
-def inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(11, (2, 5), generator=generator)
-    return ids, torch.randn(2, 3, 8, 8, generator=generator)
 
 
 @pytest.mark.filterwarnings("ignore")

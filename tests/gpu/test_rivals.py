@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+
+from ..benchmarks.rivalry import Nested, nested_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,21 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "rivals"))
 OPTIONS = __import__("rival_options").OPTIONS["cuda"]
 
 
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.pixels = nn.Embedding(11, 4), nn.Conv2d(3, 4, 3)
-
-    def forward(self, ids, image):
-        mixed = self.words(ids).mean(1) + self.pixels(image).mean((2, 3))
-        return {"scores": mixed, "rest": (2 * mixed, ids + 1)}
-
-
 def _inputs(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(11, (2, 5), generator=generator)
-    return ids.cuda(), torch.randn(2, 3, 8, 8, generator=generator).cuda()
+    ids, image = nested_inputs(seed)
+    return ids.cuda(), image.cuda()
 
 
 @pytest.mark.slow

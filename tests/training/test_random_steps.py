@@ -23,16 +23,7 @@ from steadytorch.workload.workload import Workload
 
 from . import drawing
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The networks are tiny: more threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS_TRIED = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 
 

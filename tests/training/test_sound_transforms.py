@@ -20,6 +20,7 @@ from steadytorch.verification.verdict import decide
 from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
 LEFT_OUT = ("compile", "openvino", "onnxruntime", "threads", "prefetch")
 CLASSES = 5
@@ -163,15 +164,6 @@ def rejections(seed: int) -> list[str]:
         if reason is not None and not reason.startswith("cannot be verified"):
             found.append(f"{what}: {candidate}: {reason}")
     return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The networks are tiny: more threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.filterwarnings("ignore")

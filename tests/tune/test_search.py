@@ -15,6 +15,7 @@ from scripted import (
     make_search,
 )
 
+from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import Fault
 from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune.search import Search
@@ -270,6 +271,24 @@ def test_the_reported_figures_come_from_blocks_taken_after_the_choice():
     assert min(result.winner.samples_ns) > 14 * MS
     assert min(result.baseline.samples_ns) > 28 * MS
     assert result.speedup.estimate == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_confirmation_that_noise_leaves_undecided_goes_on_beyond_the_budget_and_says_so():
+    stage = Stage(_acts(inference_mode=9))
+    budget_s = 60.0
+
+    def be_noisy(message):
+        if message.startswith("confirming inference_mode"):
+            stage.spread = 0.5
+            stage.seconds = max(stage.seconds, budget_s - 1.0)
+
+    notes = Notes(be_noisy)
+    result = make_search(stage, [EAGER], SearchOptions(budget_s=budget_s), notes).run()
+    assert result.chosen == (EAGER,)
+    assert result.speedup.pairs > LOOKS[0]
+    assert budget_s < result.seconds <= 1.2 * budget_s + 1.0
+    assert any(phase.endswith("whether it is faster is not decided yet") for phase in notes.phases)
+    assert result.ended.endswith("beyond the budget, confirming the plan")
 
 
 def test_a_choice_that_is_not_confirmed_gives_way_to_the_untouched_workload():

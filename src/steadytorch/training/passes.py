@@ -144,21 +144,26 @@ def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 def gradient_errors(found: Passes, right: Mapping[str, Any]) -> list[float]:
     """The relative L2 error of each gradient that there is, in the order of parameters."""
-    expected, got = _present(right[GRADIENTS]), _present(found.gradients)
-    sizes = {name: norm(tensor) for name, tensor in expected.items()}
-    off = {name: norm(_difference(got[name], tensor)) for name, tensor in expected.items()}
+    sizes, off = _sizes(_present(found.gradients), _present(right[GRADIENTS]))
     return [off[name] / size if size else 0.0 for name, size in sizes.items()]
 
 
 def _error_of_all(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> OutputError:
     """The relative error of all tensors together, and the largest of a single one."""
-    sizes = {name: norm(tensor) for name, tensor in right.items()}
-    off = {name: norm(_difference(found[name], tensor)) for name, tensor in right.items()}
+    sizes, off = _sizes(found, right)
     whole, off_whole = together(sizes.values()), together(off.values())
     if not whole:
         return OutputError(off_whole, off_whole)
     single = [off[name] / max(size, SMALL * whole) for name, size in sizes.items()]
     return OutputError(off_whole / whole, max(single))
+
+
+def _sizes(
+    found: Mapping[str, Tensor], right: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By name, the norm of each tensor and that of its error."""
+    sizes = {name: norm(tensor) for name, tensor in right.items()}
+    return sizes, {name: norm(_difference(found[name], right[name])) for name in right}
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class CandidateSource:
 
         In the recorded searches for inference one of these was within 6 % of the best, and no other
         within 15 %. In those for training (`rivals-train_*`) the best without a lower dtype or a
-        graph was 35 % behind, but for compiled code without a graph: 4 %. There are no records for
+        graph was 38 % behind, but for compiled code without a graph: 4 %. There are no records for
         other regimes, loaders, or models without a CUDA graph.
         """
         training = self._workload.is_training
