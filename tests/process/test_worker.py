@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steadytorch.process.worker import Fault, Interpreter, Worker, WorkerFault, wait_any
+from steadytorch.process.interpreter import Interpreter
+from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 
 DEADLINE_S = 60
 

@@ -101,7 +101,7 @@ class Stage:
         self.events: list[tuple[str, Candidate]] = []
         self._random = random.Random(0)
 
-    def __call__(self, name: str) -> Any:
+    def __call__(self, name: str, imports: Sequence[str] = ()) -> Any:
         """Launches a worker."""
         self.workers.append(ScriptedWorker(self, name))
         return self.workers[-1]

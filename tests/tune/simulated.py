@@ -66,7 +66,7 @@ class Machine(Stage):
         self.compile_s = compile_s or drawn_s
         self.inexact = frozenset(inexact)
 
-    def __call__(self, name: str) -> Any:
+    def __call__(self, name: str, imports: Sequence[str] = ()) -> Any:
         self.workers.append(SimulatedWorker(self, name))
         return self.workers[-1]
 
@@ -167,8 +167,10 @@ def search(
 ) -> Any:
     """Runs a search on a machine; returns its result."""
     options = SearchOptions(budget_s=budget_s, precision="bf16")
-    watcher, early = watcher or NullListener(), slots // 2 if slots >= 4 else 0
-    scheduler = SetupScheduler(machine, "cuda:0", {}, options, watcher, early, now=machine.now)
+    watcher = watcher or NullListener()
+    scheduler = SetupScheduler(
+        machine, "cuda:0", {}, options, watcher, spare_cores=slots >= 4, now=machine.now
+    )
     with mock.patch.object(setup_scheduler, "wait_any", machine.wait_any):
         return Search(
             workload(),

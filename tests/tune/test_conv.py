@@ -172,7 +172,7 @@ def test_a_search_starts_that_worker_with_the_settings_of_its_plans_key(monkeypa
     class StartedError(Exception):
         pass
 
-    def start(directory, device, ambient):
+    def start(directory, device, ambient, server):
         raise StartedError(ambient)
 
     monkeypatch.setattr(conv, "start_chooser", start)

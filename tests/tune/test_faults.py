@@ -46,7 +46,7 @@ class Launcher:
         self._directory, self._limit = directory, memory_limit_bytes
         self.started = []
 
-    def __call__(self, name):
+    def __call__(self, name, imports):
         worker = Worker("faulty:FaultyHandler", self._directory, name, {}, self._limit)
         self.started.append(worker)
         return worker

@@ -38,7 +38,7 @@ def _spec(kind):
 
 
 def _launch(directory):
-    return lambda name: Worker("faulty:FaultyHandler", directory, name, {}, None)
+    return lambda name, imports: Worker("faulty:FaultyHandler", directory, name, {}, None)
 
 
 @pytest.fixture(scope="module")

@@ -311,7 +311,7 @@ def test_every_process_of_a_search_imports_what_defines_the_model(tmp_path, monk
     class Asked(Exception):  # noqa: N818 - ends the search where the first process is started
         pass
 
-    def started(*arguments):
+    def started(*arguments, server):
         *_, imports = arguments
         assert Slow.__module__ in imports
         raise Asked
@@ -321,8 +321,10 @@ def test_every_process_of_a_search_imports_what_defines_the_model(tmp_path, monk
         Session(_workload(), SearchOptions(), store=tmp_path).search(NullListener())
 
 
-@pytest.mark.parametrize(("cores", "early"), [(None, 0), (2, 0), (3, 0), (4, 2), (64, 4)])
-def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypatch, cores, early):
+@pytest.mark.parametrize(("cores", "spare"), [(None, False), (3, False), (4, True), (64, True)])
+def test_the_reference_is_made_beside_the_workload_where_cores_are_spare(
+    tmp_path, monkeypatch, cores, spare
+):
     class Asked(Exception):  # noqa: N818 - ends the search where it has said what it wants
         pass
 
@@ -337,4 +339,4 @@ def test_processes_start_early_where_there_are_cores_for_them(tmp_path, monkeypa
     session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
     with pytest.raises(Asked):
         session.search(NullListener())
-    assert asked == [early]
+    assert asked == [spare]

@@ -1,69 +1,56 @@
 """When the processes of a search start, and the first requests."""
 
 import pytest
-from scripted import DETERMINISTIC, EAGER, FOLD, Notes, ScriptedWorker, Stage
+from scripted import EAGER, Notes, ScriptedWorker, Stage
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import setup_scheduler
 from steadytorch.tune.select import SearchOptions
-from steadytorch.tune.setup_scheduler import SetupScheduler
+from steadytorch.tune.setup_scheduler import COMPILER, SetupScheduler
 
 COMPILED = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
 
 
-def test_processes_started_early_load_nothing_until_a_candidate_needs_them():
-    stage, launched = Stage(), []
-
-    def launch(name):
-        launched.append((name, len(stage.events)))
-        return stage(name)
-
-    scheduler = SetupScheduler(launch, "cpu", {}, SearchOptions(), Notes(), early=2)
-    scheduler.baseline(lambda: 60.0)
-    assert launched == [("reference", 0), ("trial-1", 0), ("trial-2", 0), ("trial-3", 0)]
-    assert [method for method, _ in stage.events].count("load") == 2
-    trials = scheduler.prepare([(EAGER,), (DETERMINISTIC,), (FOLD,)], 3, 60.0, 1)
-    assert [trial.worker.name for trial in trials] == ["trial-2", "trial-3", "trial-4"]
-    assert [method for method, _ in stage.events].count("load") == 5
-    assert all(trial.ok for trial in trials)
-
-
-def test_those_that_no_candidate_needs_end_with_the_others():
+def test_the_first_processes_start_before_the_workload_is_there_for_them():
     stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
-    scheduler.baseline(lambda: 60.0)
-    scheduler.kill_all()
-    assert len(stage.workers) == 4
-    assert not any(worker.alive for worker in stage.workers)
-
-
-def test_another_takes_the_place_of_one_that_died_while_it_waited():
-    stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
-    scheduler.baseline(lambda: 60.0)
-    stage.workers[2].alive = False
-    trials = scheduler.prepare([(EAGER,), (DETERMINISTIC,)], 2, 60.0, 1)
-    assert [trial.worker.name for trial in trials] == ["trial-3", "trial-4"]
-    assert all(trial.ok for trial in trials)
-
-
-def test_processes_start_before_the_workload_is_there_for_them():
-    stage = Stage()
-    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, "cpu", {}, SearchOptions(), Notes())
     scheduler.start()
     names = [worker.name for worker in stage.workers]
-    assert names == ["reference", "trial-1", "trial-2", "trial-3"]
+    assert names == ["reference", "trial-1"]
     assert stage.exchanges == 0
     baseline = scheduler.baseline(lambda: 60.0)
     assert [worker.name for worker in stage.workers] == names
     assert baseline.worker.name == "trial-1"
 
 
+def test_a_candidate_that_begins_first_leaves_the_first_process_to_the_untouched_workload():
+    stage = Stage()
+    scheduler = SetupScheduler(stage, "cuda", {}, SearchOptions(), Notes())
+    scheduler.start()
+    scheduler.begin([(EAGER,)], 2, 60.0)
+    scheduler.pump_until(stage("other"), 0.0)
+    assert scheduler.baseline(lambda: 60.0).worker.name == "trial-1"
+
+
+def test_processes_import_a_compiler_if_their_candidate_needs_it():
+    stage, launched = Stage(), {}
+
+    def launch(name, imports):
+        launched[name] = imports
+        return stage(name)
+
+    scheduler = SetupScheduler(launch, "cpu", {}, SearchOptions(), Notes())
+    scheduler.baseline(lambda: 60.0)
+    scheduler.prepare([(EAGER,), (COMPILED,)], 2, 60.0, 1)
+    assert launched == {"reference": (), "trial-1": (), "trial-2": (), "trial-3": COMPILER}
+
+
 @pytest.mark.parametrize(
-    ("device", "early", "beside"), [("cuda:0", 2, True), ("cuda:0", 0, False), ("cpu", 2, False)]
+    ("device", "spare", "beside"),
+    [("cuda:0", True, True), ("cuda:0", False, False), ("cpu", True, False)],
 )
 def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no_core(
-    device, early, beside
+    device, spare, beside
 ):
     asked, send = [], ScriptedWorker.send
 
@@ -73,25 +60,11 @@ def test_the_reference_is_made_beside_the_untouched_workload_where_they_share_no
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "send", noted)
-        scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), early=early)
+        scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), spare_cores=spare)
         scheduler.baseline(lambda: 60.0)
     begun = [method for _, method in asked]
     assert (begun.index("reference") < begun.index("set_up")) is beside
     assert asked[-2:] == [("reference", "explained"), ("trial-1", "characterise")]
-
-
-@pytest.mark.parametrize(
-    ("device", "slow", "waiting"), [("cuda", EAGER, 0), ("cuda", COMPILED, 2), ("cpu", COMPILED, 0)]
-)
-def test_while_a_compiler_works_processes_start_for_what_comes_next(device, slow, waiting):
-    stage = Stage()
-    scheduler = SetupScheduler(stage, device, {}, SearchOptions(), Notes(), early=2)
-    scheduler.baseline(lambda: 60.0)
-    scheduler.prepare([(slow,), (DETERMINISTIC,)], 2, 60.0, 1)
-    assert len(stage.workers) == 4 + waiting
-    (trial,) = scheduler.prepare([(FOLD,)], 2, 60.0, 1)
-    assert trial.worker is stage.workers[4]
-    assert len(stage.workers) == max(5, 4 + waiting)
 
 
 def test_what_was_set_up_before_the_reference_is_verified_after_it(monkeypatch):
@@ -106,7 +79,7 @@ def test_what_was_set_up_before_the_reference_is_verified_after_it(monkeypatch):
         return ready(worker)
 
     monkeypatch.setattr(ScriptedWorker, "ready", slow)
-    scheduler = SetupScheduler(stage, "cuda", {}, SearchOptions(), Notes(), early=2)
+    scheduler = SetupScheduler(stage, "cuda", {}, SearchOptions(), Notes(), spare_cores=True)
     scheduler.begin([(COMPILED,)], 2, 60.0)
     scheduler.baseline(lambda: 60.0)
     made = stage.events.index(("set_up", (COMPILED,)))
@@ -121,7 +94,7 @@ def test_on_a_cpu_a_compiler_makes_way_for_a_model_that_runs(monkeypatch, device
     paused = []
     monkeypatch.setattr(ScriptedWorker, "pause", lambda worker: paused.append(worker.name))
     monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
-    scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), early=2)
+    scheduler = SetupScheduler(Stage(), device, {}, SearchOptions(), Notes(), spare_cores=True)
     scheduler.baseline(lambda: 60.0)
     paused.clear()
     scheduler.begin([(COMPILED,), (EAGER,)], 2, 60.0)
@@ -140,8 +113,8 @@ def test_a_process_for_the_reference_that_died_while_it_waited_is_replaced():
     assert scheduler.reference.precision == "float64"
 
 
-@pytest.mark.parametrize(("device", "early"), [("cuda", 2), ("cpu", 0)])
-def test_what_is_asked_for_has_the_time_that_was_left_then(device, early):
+@pytest.mark.parametrize(("device", "spare"), [("cuda", True), ("cpu", False)])
+def test_what_is_asked_for_has_the_time_that_was_left_then(device, spare):
     stage, asked, receive = Stage(), [], ScriptedWorker.receive
 
     def noted(self, deadline_s):
@@ -156,8 +129,8 @@ def test_what_is_asked_for_has_the_time_that_was_left_then(device, early):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedWorker, "receive", noted)
         patch.setattr(ScriptedWorker, "_set_up", slow)
-        scheduler = SetupScheduler(stage, device, {}, SearchOptions(), Notes(), early=early)
+        scheduler = SetupScheduler(stage, device, {}, SearchOptions(), Notes(), spare_cores=spare)
         scheduler.baseline(lambda: 60.0 - stage.seconds)
     given = dict(reversed(asked))
     assert given["load"] == 60.0
-    assert given["reference"] > 55.0 if early else given["reference"] < 40.0
+    assert given["reference"] > 55.0 if spare else given["reference"] < 40.0

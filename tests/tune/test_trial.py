@@ -133,11 +133,13 @@ def test_a_trial_that_never_began_freezes_too():
 
 def test_all_workers_share_one_compiler_cache(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(module, "Worker", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(module, "Worker", lambda *arguments, server: started.append(arguments))
     launch = WorkerLauncher(tmp_path, 1 << 30, {"STEADY_TEST": "1"}, ["a.model"])
-    launch("a")
+    launch("a", ["a.compiler"])
     launch("b")
-    caches = [environment.pop("TORCHINDUCTOR_CACHE_DIR") for *_, environment, _, _ in started]
-    assert caches == [str(tmp_path / "compiler-cache")] * 2
-    rest = ({"STEADY_TEST": "1"}, 1 << 30, ("a.model",))
-    assert started == [(HANDLER, tmp_path, name, *rest) for name in ("a", "b")]
+    cache = str(tmp_path / "compiler-cache")
+    same = ({"STEADY_TEST": "1", "TORCHINDUCTOR_CACHE_DIR": cache}, 1 << 30)
+    assert started == [
+        (HANDLER, tmp_path, "a", *same, ("a.model", "a.compiler")),
+        (HANDLER, tmp_path, "b", *same, ("a.model",)),
+    ]

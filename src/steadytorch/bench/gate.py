@@ -26,7 +26,8 @@ from steadytorch.measure.race import (
     machine_claim,
 )
 from steadytorch.process.folder import shared_folder
-from steadytorch.process.worker import Fault, Interpreter, Worker, WorkerFault
+from steadytorch.process.interpreter import Interpreter
+from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.quantities import counted, parse_duration
 from steadytorch.results.compare import Interval
 from steadytorch.results.gate import GateResult, GateRow, Revision, RowStatus

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,9 +24,14 @@ from steadytorch.process.messages import RemoteException, Reply, Request, decode
 _PR_SET_PDEATHSIG = 1
 
 
-def main(arguments: list[str]) -> None:
-    """Serve requests on the inherited file descriptor until `close` or end of stream."""
-    _die_with_parent()
+def serve(arguments: Sequence[str]) -> None:
+    """Serve requests until `close` or end of stream.
+
+    Args:
+        arguments: the inherited file descriptor, the handler class, its directory, and modules to
+            import before the first request.
+    """
+    _be_killed_first()
     faulthandler.enable(all_threads=False)  # `Worker` reads the crash location from the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, handler_path, directory, *imports = arguments
@@ -77,12 +83,16 @@ def _leave(handler: object) -> None:
     os._exit(0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Make Linux kill this process when its parent ends for any reason."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _be_killed_first() -> None:
+    """Let the OOM killer pick the worker."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # let the OOM killer pick the worker
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def describe(error: BaseException) -> RemoteException:
@@ -105,4 +115,5 @@ def describe(error: BaseException) -> RemoteException:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    die_with_parent()
+    serve(sys.argv[1:])

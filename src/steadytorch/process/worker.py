@@ -9,16 +9,17 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import psutil
 
+from steadytorch.process.fork_server import ForkedProcess, ForkServer
+from steadytorch.process.interpreter import Interpreter
 from steadytorch.process.messages import RemoteException, Request, decode_reply, encode
 
 _CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
@@ -61,25 +62,6 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
         self.fault, self.reason, self.detail, self.raised = fault, reason, detail, raised
 
 
-class Interpreter(NamedTuple):
-    """What runs a worker.
-
-    Attributes:
-        python: path of the Python executable.
-        paths: folders put before its own packages, first to last.
-        folder: working directory; None for the parent's.
-    """
-
-    python: str
-    paths: tuple[str, ...]
-    folder: Path | None = None
-
-    @classmethod
-    def own(cls) -> Interpreter:
-        """This process's interpreter and import path."""
-        return cls(sys.executable, tuple(os.path.abspath(entry) for entry in sys.path))
-
-
 class Worker:
     """A worker process. Requests are answered in order; a fault other than RAISED ends the process.
 
@@ -93,6 +75,7 @@ class Worker:
         imports: modules to import before the first request; failures are ignored.
         interpreter: what runs the worker; None for this process's interpreter and import path. It
             must find this package.
+        server: forks the worker, while it is alive; None to start an interpreter.
     """
 
     def __init__(
@@ -104,6 +87,7 @@ class Worker:
         memory_limit_bytes: int | None = None,
         imports: Sequence[str] = (),
         interpreter: Interpreter | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self.name = name
         self._memory_limit = memory_limit_bytes
@@ -112,22 +96,17 @@ class Worker:
         self._gone, self._owner = False, os.getpid()
         self._paused_at = 0.0
         ours, theirs = socket.socketpair()
-        python, paths, folder = interpreter or Interpreter.own()
         self._connection = connection.Connection(ours.detach())
+        arguments = [handler, str(directory), *imports]
         with self._log.open("wb") as log, theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._connection.close)
-            self._process = subprocess.Popen(
-                [
-                    *(python, "-P", "-m", "steadytorch.process.child"),
-                    *(str(theirs.fileno()), handler, str(directory), *imports),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=folder,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,  # Ctrl-C only reaches the parent, which ends the group
+            self._process = _started(
+                arguments,
+                theirs.fileno(),
+                log,
+                environment,
+                interpreter or Interpreter.own(),
+                server,
             )
             on_failure.pop_all()
         atexit.register(self.kill)  # a daemon thread may never reach `close`
@@ -138,8 +117,9 @@ class Worker:
         return not self._connection.closed and self._process.poll() is None
 
     @property
-    def pid(self) -> int:
-        """The process id, which is also the process group id."""
+    def pid(self) -> int | None:
+        """The process id, which is also its process group; None while a fork server starts it."""
+        self._process.poll()
         return self._process.pid
 
     def send(self, method: str, **arguments: Any) -> None:
@@ -209,18 +189,22 @@ class Worker:
     def pause(self) -> None:
         """Stop the worker's whole process group until `resume`; time stands still for deadlines."""
         self._paused_at = time.monotonic()
+        if isinstance(self._process, ForkedProcess) and self.pid is None:
+            self._process.hold()
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let a paused worker go on."""
+        if isinstance(self._process, ForkedProcess):
+            self._process.release()
         self._signal(signal.SIGCONT)
         if self._pending_since is not None:
             self._pending_since += time.monotonic() - self._paused_at
 
     def _signal(self, number: int) -> None:
-        if not self._gone:
+        if not self._gone and (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+                os.killpg(pid, number)
 
     def close(self) -> None:
         """Ask the worker to exit, then kill what is left of its process group."""
@@ -274,8 +258,10 @@ class Worker:
         return f" in {function}, {os.path.basename(path)}:{line}"
 
     def _resident_bytes(self) -> int:
+        if (pid := self.pid) is None:
+            return 0
         try:
-            process = psutil.Process(self._process.pid)
+            process = psutil.Process(pid)
             family = [process, *process.children(recursive=True)]
             return sum(member.memory_info().rss for member in family)
         except psutil.Error:
@@ -304,6 +290,31 @@ class Worker:
                 reason = f"{reason}{self._crashed_in()}"[:300]
             return WorkerFault(Fault.SIGNAL, reason, self.log_tail())
         return WorkerFault(Fault.EXIT, f"process exited with status {status}", self.log_tail())
+
+
+def _started(
+    arguments: Sequence[str],
+    descriptor: int,
+    log: BinaryIO,
+    environment: Mapping[str, str] | None,
+    interpreter: Interpreter,
+    server: ForkServer | None,
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """The process that runs `child.serve`, forked if there is a server."""
+    if server is not None:
+        with contextlib.suppress(OSError):  # it has ended
+            return server.fork(arguments, descriptor, log.fileno())
+    python, paths, folder = interpreter
+    return subprocess.Popen(
+        [python, "-P", "-m", "steadytorch.process.child", str(descriptor), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=folder,
+        pass_fds=[descriptor],
+        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # Ctrl-C only reaches the parent, which ends the group
+    )
 
 
 def wait_any(workers: Sequence[Worker], timeout_s: float) -> list[Worker]:

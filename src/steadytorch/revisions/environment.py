@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from steadytorch.errors import UsageError
-from steadytorch.process.worker import Interpreter
+from steadytorch.process.interpreter import Interpreter
 from steadytorch.revisions.repository import error_line
 
 _PACKAGES = {"site-packages", "dist-packages"}

@@ -28,6 +28,7 @@ from steadytorch.device.roofline import copy_bandwidth, matrix_rate
 from steadytorch.plan.engines import keep_engines, known_engines
 from steadytorch.plan.store import Store
 from steadytorch.process.folder import shared_folder
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.results.conv import ConvReport, Layer, LeftOut
@@ -148,15 +149,18 @@ def _layer(problem: ConvProblem, names: list[str], result: Result) -> Layer:
     return Layer.of(tuple(names), problem.key, result.outcome, *size, result.reason)
 
 
-def start_chooser(directory: Path, device: str, ambient: dict[str, str]) -> Worker:
+def start_chooser(
+    directory: Path, device: str, ambient: dict[str, str], server: ForkServer | None = None
+) -> Worker:
     """Starts a worker for `choose_engines` and has it load the workload.
 
     Args:
         directory: folder with the workload's payload.
         device: a CUDA device.
         ambient: the caller's process-wide settings, which the worker adopts.
+        server: forks the worker; None to start an interpreter.
     """
-    worker = Worker(HANDLER, directory, "engines")
+    worker = Worker(HANDLER, directory, "engines", server=server)
     worker.send("load", device=device, ambient=ambient)
     return worker
 

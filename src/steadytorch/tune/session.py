@@ -26,6 +26,7 @@ from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.record import Evidence, Speedup
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.ranks.agreement import Refusal
@@ -231,18 +232,21 @@ class Session:
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:
             directory = at_the_end.enter_context(shared_folder())
+            launch = WorkerLauncher(
+                directory,
+                self._memory_limit(),
+                self._compile_threads(),
+                [*serialization.modules_of(self.workload), *self._imports()],
+                forks=True,
+            )
+            at_the_end.callback(launch.close)
             scheduler = SetupScheduler(
-                WorkerLauncher(
-                    directory,
-                    self._memory_limit(),
-                    self._compile_threads(),
-                    serialization.modules_of(self.workload),
-                ),
+                launch,
                 self._device if self._devices is None else self._devices.names[0],
                 self._ambient,
                 options,
                 watcher,
-                self._early(),
+                self._has_spare_cores(),
                 others=() if self._devices is None else self._devices.names[1:],
                 runs_on=self._runs_on,
             )
@@ -259,7 +263,7 @@ class Session:
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
 
-                worker = start_chooser(directory, self._device, self._ambient)
+                worker = start_chooser(directory, self._device, self._ambient, launch.server)
                 at_the_end.callback(worker.kill)
                 engines = partial(self._engines, worker, scheduler.pump_until)
             result = Search(
@@ -271,7 +275,7 @@ class Session:
                 watcher=watcher,
                 slots=self._slots(),
                 choose_engines=engines,
-                choose_stem=partial(self._stem, directory, scheduler.pump_until),
+                choose_stem=partial(self._stem, directory, launch.server, scheduler.pump_until),
                 began=began,
             ).run()
             self._converted = artefact.held(directory, transforms.artefacts(result.chosen))
@@ -310,6 +314,7 @@ class Session:
     def _stem(
         self,
         directory: Path,
+        server: ForkServer | None,
         wait: Callable[[Worker, float], Any],
         prefix: Candidate,
         seconds: float,
@@ -317,7 +322,12 @@ class Session:
         from steadytorch.tune.stem import choose_config
 
         return choose_config(
-            directory, prefix=prefix, device=self._device, deadline_s=seconds, wait=wait
+            directory,
+            prefix=prefix,
+            device=self._device,
+            deadline_s=seconds,
+            wait=wait,
+            server=server,
         )
 
     def keep(self, result: TuneResult, anew: bool = False) -> Plan:
@@ -408,14 +418,17 @@ class Session:
     def _device_count(self) -> int:
         return 1 if self._devices is None else len(self._devices.names)
 
-    def _early(self) -> int:
-        """Number of processes to start ahead; 0 on few cores, as they would delay the baseline."""
-        slots = min(8, self._slots())
-        return slots // 2 if slots >= 4 else 0
+    def _has_spare_cores(self) -> bool:
+        """Whether work beside the untouched workload would not delay it."""
+        return self._slots() >= 4
+
+    def _imports(self) -> list[str]:
+        """What verifying a training step imports."""
+        return ["scipy.stats"] if self.workload.is_training else []
 
     def _compiles_host_code(self) -> bool:
         """Whether to compile host code in the background: on a GPU host with cores to spare."""
-        return torch.device(self._device).type == "cuda" and self._early() > 0
+        return torch.device(self._device).type == "cuda" and self._has_spare_cores()
 
     def _compile_threads(self) -> dict[str, str]:
         """Inductor's compile processes per worker, so that concurrent compilers share the cores."""

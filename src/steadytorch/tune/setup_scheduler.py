@@ -26,6 +26,8 @@ from steadytorch.verification.verdict import Reference, decide
 EXPLAIN_S = 2.0
 """Seconds for profiling before the search; at least three steps are taken."""
 EXPLAIN_DEADLINE_S = 60.0
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+"""What compiled candidates import, in seconds."""
 
 
 class ProgressListener(Protocol):
@@ -73,9 +75,7 @@ class SetupScheduler:
         ambient: the caller's process-wide settings, which the workers adopt.
         options: the user's options.
         watcher: receives progress.
-        early: number of processes to start before a candidate needs them, so that they import
-            their modules ahead. They start while the untouched workload is set up, and on a GPU
-            host also at the start of a round that compiles. 0 on machines with few cores.
+        spare_cores: whether the host has cores for the reference beside the untouched workload.
         now: returns seconds on a monotonic clock.
         others: further devices of the same kind. Each gets an untouched workload of its own, and
             its share of the candidates.
@@ -95,7 +95,7 @@ class SetupScheduler:
         ambient: dict[str, str],
         options: SearchOptions,
         watcher: ProgressListener,
-        early: int = 0,
+        spare_cores: bool = False,
         now: Callable[[], float] = time.monotonic,
         others: Sequence[str] = (),
         runs_on: Mapping[str, str] | None = None,
@@ -107,12 +107,12 @@ class SetupScheduler:
         self._placed: Counter[str] = Counter()
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
-        self._early, self._idle = early, list[Worker]()
         self._now = now
         # On a CPU, background work takes cores from the timed workload.
         self._shares_cores = torch.device(self._torch_device(device)).type == "cpu"
-        self._beside = early > 0 and not self._shares_cores
+        self._beside = spare_cores and not self._shares_cores
         self._for_reference: Worker | None = None
+        self._for_untouched: Worker | None = None
         self._retried: set[Candidate] = set()
         self.reference: Reference | None = None
         self.character: Character | None = None
@@ -135,7 +135,8 @@ class SetupScheduler:
         """
         if self._for_reference is None or not self._for_reference.alive:
             self._for_reference = self._started("reference")
-        self._refill(1 + self._early)
+        if self._for_untouched is None or not self._for_untouched.alive:
+            self._for_untouched = self._started()
         return self._for_reference
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
@@ -275,16 +276,12 @@ class SetupScheduler:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stops the processes of all set-ups, so that they do not disturb a timing."""
-        live, idle = self.unfinished, self._idle[:]
+        live = self.unfinished
         for trial in live:
             trial.pause(self._now())
-        for worker in idle:
-            worker.pause()
         try:
             yield
         finally:
-            for worker in idle:
-                worker.resume()
             for trial in live:
                 trial.resume(self._now())
 
@@ -335,8 +332,6 @@ class SetupScheduler:
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         alone = bool(self._retried.intersection(candidates))
         self.begin(candidates, 1 if alone else slots, deadline_s, device)
-        if any(compiles(trial.candidate) for trial in self._begin_waiting()) and self._beside:
-            self._refill(self._early)  # ready long before the compiler finishes
         while (self._waiting or self.unfinished) and not is_due():
             self._tend([], others)
         left = self.unfinished
@@ -428,18 +423,14 @@ class SetupScheduler:
         busy = Counter(trial.device for trial in self.unfinished)
         return min(self.devices, key=lambda device: (busy[device], self._placed[device]))
 
-    def _refill(self, count: int) -> None:
-        """Starts processes until `count` of them are idle."""
-        self._idle = [worker for worker in self._idle if worker.alive]
-        self._idle += [self._started() for _ in range(count - len(self._idle))]
-
     def kill_all(self) -> None:
         """Kills every process started here."""
         for worker in self._workers:
             worker.kill()
 
-    def _started(self, name: str = "") -> Worker:
-        worker = self._launch(name or f"trial-{len(self._workers)}")
+    def _started(self, name: str = "", candidate: Candidate = ()) -> Worker:
+        imports = COMPILER if compiles(candidate) else ()
+        worker = self._launch(name or f"trial-{len(self._workers)}", imports)
         self._workers.append(worker)
         return worker
 
@@ -449,8 +440,9 @@ class SetupScheduler:
         device = device or self._least_busy()
         self._placed[device] += 1
         self._watcher.trial(describe(candidate), "set-up")
-        self._refill(1)
-        worker = self._idle.pop(0)
+        worker, self._for_untouched = self._for_untouched, None
+        if candidate or worker is None or not worker.alive:
+            self._for_untouched, worker = worker, self._started(candidate=candidate)
         suggests = suggested_by(candidate, self.findings)
         return LiveTrial(candidate, worker, suggests, deadline_s, device)
 

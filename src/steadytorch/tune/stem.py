@@ -19,6 +19,7 @@ from steadytorch.conv.blocks import Flush
 from steadytorch.conv.timing import NOISE, Arm, Measured, record_all, take_rounds
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, program_for
 from steadytorch.kernels.stem import CONFIGS
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import Candidate, TransformSpec
 from steadytorch.transforms.base import applied_in_order
@@ -138,6 +139,7 @@ def choose_config(
     device: str,
     deadline_s: float,
     wait: Callable[[Worker, float], Any] = Worker.receive,
+    server: ForkServer | None = None,
 ) -> str:
     """Chooses a configuration for a workload's fused stems in a worker process.
 
@@ -147,11 +149,12 @@ def choose_config(
         device: a CUDA device.
         deadline_s: seconds for choosing.
         wait: returns the worker's answer, given the worker and a timeout in seconds.
+        server: forks the worker; None to start an interpreter.
 
     Raises:
         WorkerFault: the worker raised, died or timed out.
     """
-    worker = Worker(HANDLER, workload_directory, "stem")
+    worker = Worker(HANDLER, workload_directory, "stem", server=server)
     try:
         worker.send("load", device=device, ambient=transforms.ambient())
         wait(worker, START_S)

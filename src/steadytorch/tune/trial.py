@@ -15,6 +15,7 @@ from steadytorch.bench.ramp import LONG_NS
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
 from steadytorch.plan.record import Trial
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms.precision import precision_of
@@ -26,8 +27,8 @@ HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
 class Launcher(Protocol):
     """Starts the worker of a candidate; replaced in tests."""
 
-    def __call__(self, name: str) -> Worker:
-        """Starts a worker whose log is named `name`."""
+    def __call__(self, name: str, imports: Sequence[str] = ()) -> Worker:
+        """Starts a worker whose log is named `name` and that imports these modules first."""
         ...
 
 
@@ -39,6 +40,11 @@ class WorkerLauncher:
         memory_limit_bytes: host memory above which a worker is killed.
         environment: environment variables set in every worker.
         imports: modules that every worker imports at start.
+        forks: whether to fork the workers from a `ForkServer`. They then share its address space
+            layout, so not where processes stand for the scatter between processes.
+
+    Attributes:
+        server: the fork server; None without one.
     """
 
     def __init__(
@@ -47,17 +53,31 @@ class WorkerLauncher:
         memory_limit_bytes: int | None,
         environment: Mapping[str, str],
         imports: Sequence[str] = (),
+        forks: bool = False,
     ) -> None:
         self._directory = directory
         self._limit = memory_limit_bytes
-        self._environment = dict(environment)
+        cache = str(directory / "compiler-cache")  # for all workers, as it is keyed by content
+        self._environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": cache}
         self._imports = tuple(imports)
+        self.server = ForkServer(directory, self._environment) if forks else None
 
-    def __call__(self, name: str) -> Worker:
-        """Starts a worker; all workers share one compiler cache, which is keyed by content."""
-        cache = self._directory / "compiler-cache"
-        environment = {**self._environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        return Worker(HANDLER, self._directory, name, environment, self._limit, self._imports)
+    def __call__(self, name: str, imports: Sequence[str] = ()) -> Worker:
+        """Starts a worker."""
+        return Worker(
+            HANDLER,
+            self._directory,
+            name,
+            self._environment,
+            self._limit,
+            (*self._imports, *imports),
+            server=self.server,
+        )
+
+    def close(self) -> None:
+        """Ends the fork server."""
+        if self.server is not None:
+            self.server.close()
 
 
 class LiveTrial:

@@ -1,0 +1,190 @@
+"""Starts workers in milliseconds: a process that imports the modules once, and forks the workers.
+
+Importing PyTorch and its compiler takes seconds, for each worker and on all cores at once. Forked
+workers share what the server has imported. They also share its address space layout, so processes
+that stand for the scatter between processes are started afresh instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from steadytorch.process.interpreter import Interpreter
+
+LOG = "fork-server.log"
+MESSAGE_BYTES = 1 << 16
+"""Longest message in either direction."""
+_POLL_S = 0.01
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """A request for a worker; its connection and its log travel along as file descriptors.
+
+    Attributes:
+        number: stands for the worker in reports.
+        arguments: see `child.serve`: the handler, the directory, and modules to import before the
+            fork.
+    """
+
+    number: int
+    arguments: list[str]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A worker was started, or ended.
+
+    Attributes:
+        number: of the request.
+        pid: its process id, which is also its process group; None if it ended.
+        status: its exit status, negative for a signal; None if it was started.
+    """
+
+    number: int
+    pid: int | None = None
+    status: int | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_fork = msgspec.msgpack.Decoder(Fork).decode
+_decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+class ForkServer:
+    """The parent side of a fork server; a context manager that ends it with all its workers.
+
+    Where forking would be unsafe, because an imported module started a thread or initialised CUDA,
+    the server starts fresh interpreters instead.
+
+    Args:
+        directory: folder for its log.
+        environment: extra environment variables of the server and its workers.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
+        python, paths, _ = Interpreter.own()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._workers: list[ForkedProcess] = []
+        with (directory / LOG).open("wb") as log, theirs:
+            self._process = subprocess.Popen(
+                [python, "-P", "-m", "steadytorch.process.fork_server_main", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,
+            )
+        self._channel.setblocking(False)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can start workers."""
+        return self._process.poll() is None
+
+    def fork(self, arguments: Sequence[str], connection: int, log: int) -> ForkedProcess:
+        """Asks for a worker, and returns before it is started.
+
+        Args:
+            arguments: see `Fork`.
+            connection: file descriptor of the worker's end of the connection.
+            log: file descriptor of its log.
+
+        Raises:
+            OSError: the server has ended.
+        """
+        worker = ForkedProcess(self, len(self._workers))
+        request = encode(Fork(worker.number, list(arguments)))
+        self._channel.setblocking(True)
+        try:
+            socket.send_fds(self._channel, [request], [connection, log])
+        finally:
+            self._channel.setblocking(False)
+        self._workers.append(worker)
+        return worker
+
+    def update(self) -> None:
+        """Takes note of the reports that have arrived."""
+        with contextlib.suppress(OSError):  # none is left, or the server has ended
+            while message := self._channel.recv(MESSAGE_BYTES):
+                report = _decode_report(message)
+                worker = self._workers[report.number]
+                worker.pid = report.pid if worker.pid is None else worker.pid
+                worker.status = report.status
+
+    def pause(self) -> None:
+        """Stops the server until `resume`, so that it imports nothing meanwhile."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused server go on."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kills the server; Linux kills its workers with it."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+class ForkedProcess:
+    """A worker of a fork server, with the part of `subprocess.Popen` that `Worker` needs.
+
+    Attributes:
+        number: stands for it in messages.
+        pid: its process id; None until it was started.
+        status: its exit status, negative for a signal; None until it was reported.
+    """
+
+    def __init__(self, server: ForkServer, number: int) -> None:
+        self._server, self.number = server, number
+        self.pid: int | None = None
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it is expected or runs."""
+        self._server.update()
+        if self.status is None and not self._server.alive:
+            self._server.update()
+            return -signal.SIGKILL if self.status is None else self.status
+        return self.status
+
+    def wait(self, timeout: float) -> int:
+        """Waits for its end; returns at once if it was never started.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        self._server.resume()  # a paused server reports nothing
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None and self.pid is not None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a forked worker", timeout)
+            time.sleep(_POLL_S)
+        return 0 if status is None else status
+
+    def hold(self) -> None:
+        """Keeps it from being started until `release`."""
+        self._server.pause()
+
+    def release(self) -> None:
+        """Ends `hold`."""
+        self._server.resume()

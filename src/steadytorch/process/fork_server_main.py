@@ -1,0 +1,204 @@
+"""The fork server's side: imports what a worker needs, then forks it.
+
+Started as `python -P -m steadytorch.process.fork_server_main FD`. It runs no code but imports, so
+the processes that it forks hold no thread and no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+
+from steadytorch.process.child import die_with_parent, serve
+from steadytorch.process.fork_server import MESSAGE_BYTES, Fork, Report, decode_fork, encode
+
+_PROBE_S = 5.0
+"""Longest time for a forked process to run an operation on several threads."""
+
+
+class _Server:
+    """Forks each worker once its modules are imported, and reports how it ended.
+
+    Args:
+        channel: connection to `ForkServer`.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._waiting: list[tuple[Fork, list[int]]] = []
+        self._numbers: dict[int, int] = {}
+        self._tried: set[str] = set()
+        self._forks = True
+        self._wakes, wake = os.pipe()
+        for end in (self._wakes, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        """Serves requests until the parent closes the channel."""
+        while True:
+            self._start_ready()
+            missing = next(self._missing(), None)
+            timeout_s = None if missing is None else 0
+            readable, *_ = select.select([self._channel, self._wakes], [], [], timeout_s)
+            if self._channel in readable and not self._receive():
+                return
+            if self._wakes in readable:
+                os.read(self._wakes, 4096)
+                self._reap()
+            if missing is not None and not readable:
+                self._import(missing)
+
+    def _receive(self) -> bool:
+        """Takes a request; whether the channel is still open."""
+        message, handles, *_ = socket.recv_fds(self._channel, MESSAGE_BYTES, 2)
+        if message:
+            self._waiting.append((decode_fork(message), handles))
+        return bool(message)
+
+    def _missing(self) -> Iterator[str]:
+        """Modules that waiting requests still need, the first request's first."""
+        for request, _ in self._waiting:
+            handler, _, *imports = request.arguments
+            for name in (handler.partition(":")[0], *imports):
+                if name not in self._tried:
+                    yield name
+
+    def _import(self, name: str) -> None:
+        self._tried.add(name)
+        if not self._forks:
+            return
+        before = _threads()
+        with contextlib.suppress(BaseException):  # the worker reports the error
+            importlib.import_module(name)
+        self._forks = _can_fork(_threads() > before)
+
+    def _start_ready(self) -> None:
+        missing, waiting = set(self._missing()), []
+        for request, handles in self._waiting:
+            handler, _, *imports = request.arguments
+            if missing.isdisjoint({handler.partition(":")[0], *imports}):
+                self._start(request, *handles)
+            else:
+                waiting.append((request, handles))
+        self._waiting = waiting
+
+    def _start(self, request: Fork, connection: int, log: int) -> None:
+        start = self._fork if self._forks else self._spawn
+        self._numbers[start(request, connection, log)] = request.number
+        os.close(connection)
+        os.close(log)
+
+    def _fork(self, request: Fork, connection: int, log: int) -> int:
+        server = os.getpid()
+        if pid := _fork():
+            return pid
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        die_with_parent()
+        if os.getppid() != server:
+            os._exit(1)
+        self._report(Report(request.number, pid=os.getpid()))
+        self._channel.close()
+        others = {log, self._wakes, *(handle for _, handles in self._waiting for handle in handles)}
+        for handle in others - {connection}:
+            with contextlib.suppress(OSError):  # of a worker that was started just now
+                os.close(handle)
+        serve([str(connection), *request.arguments])
+        os._exit(0)
+
+    def _spawn(self, request: Fork, connection: int, log: int) -> int:
+        """Starts a fresh interpreter instead."""
+        os.set_inheritable(connection, True)
+        command = [sys.executable, "-P", "-m", "steadytorch.process.child", str(connection)]
+        pid = os.posix_spawn(
+            sys.executable,
+            [*command, *request.arguments],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)],
+            setsid=True,
+        )
+        self._report(Report(request.number, pid=pid))
+        return pid
+
+    def _reap(self) -> None:
+        for pid, status in _ended():
+            if (number := self._numbers.pop(pid, None)) is not None:
+                self._report(Report(number, status=os.waitstatus_to_exitcode(status)))
+
+    def _report(self, report: Report) -> None:
+        with contextlib.suppress(OSError):  # the parent has gone
+            self._channel.send(encode(report))
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Process id and wait status of each child that ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
+
+
+def _threads() -> int:
+    """Number of this process's threads, those of native libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # NumPy's BLAS has threads, and ends them before a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _can_fork(new_threads: bool) -> bool:
+    """Whether forked processes would work after what was imported.
+
+    Args:
+        new_threads: whether an import started native threads. BLAS libraries survive a fork, OpenMP
+            pools do not: a forked process then waits for ever, which is tried.
+    """
+    torch = sys.modules.get("torch")
+    if threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
+        return False
+    return torch is None or not new_threads or _computes()
+
+
+def _computes() -> bool:
+    """Whether a forked process can run an operation on several threads."""
+    import torch
+
+    if not (pid := _fork()):
+        torch.ones(1 << 20).add_(1.0)
+        os._exit(0)
+    until = time.monotonic() + _PROBE_S
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def main(arguments: list[str]) -> None:
+    """Serves requests on the inherited file descriptor."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _Server(socket.socket(fileno=int(arguments[0]))).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

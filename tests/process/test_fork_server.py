@@ -1,0 +1,178 @@
+"""What fork servers add to workers; that they answer and die like others is in test_worker.py."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from steadytorch.process.fork_server import LOG, ForkServer
+from steadytorch.process.worker import Fault, Worker, WorkerFault
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A fork server that finds tests/process/handlers.py and modules in tmp_path."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent), str(tmp_path)])
+    with ForkServer(tmp_path) as server:
+        yield server
+
+
+def _worker(server, directory, name="w", imports=()):
+    return Worker("handlers:Handler", directory, name, imports=imports, server=server)
+
+
+def _parent(worker):
+    worker.call("echo", DEADLINE_S, value=1)
+    return psutil.Process(worker.pid).ppid()
+
+
+def _soon(condition):
+    until = time.monotonic() + 20
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def _module(directory, name, text):
+    (directory / f"{name}.py").write_text(text)
+    return name
+
+
+def test_workers_share_one_import(server, tmp_path):
+    stamp = tmp_path / "imported"
+    slow = _module(tmp_path, "slow", f"open({str(stamp)!r}, 'a').write('once ')\n")
+    for number in range(3):
+        worker = _worker(server, tmp_path, f"w{number}", [slow])
+        assert worker.call("imported", DEADLINE_S, names=[slow]) == [slow]
+    assert stamp.read_text() == "once "
+
+
+def test_a_worker_that_needs_less_does_not_wait_for_the_imports_of_another(server, tmp_path):
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    _worker(server, tmp_path, "first").call("echo", DEADLINE_S, value=1)
+    server.pause()
+    late = _worker(server, tmp_path, "late", [_module(tmp_path, "heavy", wait)])
+    quick = _worker(server, tmp_path, "quick")
+    server.resume()
+    assert quick.call("echo", DEADLINE_S, value=2) == 2
+    gate.touch()
+    assert late.call("imported", DEADLINE_S, names=["heavy"]) == ["heavy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "forks"),
+    [
+        ("", True),
+        ("from threading import Timer\nTimer(99, print).start()", False),
+        ("import torch\ntorch.cuda.is_initialized = lambda: True", False),
+        ("import torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 20).add_(1)", False),
+    ],
+    ids=["harmless", "a thread", "CUDA", "a pool of OpenMP threads"],
+)
+def test_after_an_import_that_forks_would_not_survive_fresh_interpreters_start(
+    server, tmp_path, text, forks
+):
+    name = _module(tmp_path, "imported_first", text)
+    worker = _worker(server, tmp_path, "first", [name])
+    assert worker.call("imported", DEADLINE_S, names=[name]) == [name]
+    assert _parent(worker) == server._process.pid
+    main = worker.call("main_module", DEADLINE_S)
+    assert main.endswith("fork_server_main.py" if forks else "child.py")
+
+
+def test_a_server_that_was_killed_takes_its_workers_with_it_and_says_so(server, tmp_path):
+    worker = _worker(server, tmp_path)
+    worker.call("echo", DEADLINE_S, value=1)
+    worker.send("hangs")
+    server._process.kill()
+    with pytest.raises(WorkerFault) as caught:
+        worker.receive(DEADLINE_S)
+    assert (caught.value.fault, caught.value.reason) == (Fault.SIGNAL, "killed (SIGKILL)")
+    assert not worker.alive
+
+
+def test_without_a_living_server_an_interpreter_starts(server, tmp_path):
+    server._process.kill()
+    server._process.wait()
+    worker = _worker(server, tmp_path)
+    assert worker.call("main_module", DEADLINE_S).endswith("child.py")
+    worker.kill()
+
+
+def test_closing_a_server_ends_its_workers(server, tmp_path):
+    worker = _worker(server, tmp_path)
+    worker.call("echo", DEADLINE_S, value=1)
+    process = psutil.Process(worker.pid)
+    server.close()
+    assert _soon(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_worker_paused_before_it_was_started_starts_when_it_is_resumed(server, tmp_path):
+    _worker(server, tmp_path, "first").call("echo", DEADLINE_S, value=1)
+    server.pause()
+    worker = _worker(server, tmp_path)
+    worker.pause()
+    worker.send("echo", value=2)
+    time.sleep(0.3)
+    assert (worker.pid, worker.ready(), worker.alive) == (None, False, True)
+    worker.resume()
+    assert worker.receive(DEADLINE_S) == 2
+
+
+def test_a_crash_beside_a_paused_server_is_reported_as_one(server, tmp_path):
+    worker = _worker(server, tmp_path)
+    worker.call("echo", DEADLINE_S, value=1)
+    server.pause()
+    with pytest.raises(WorkerFault) as caught:
+        worker.call("segfaults", DEADLINE_S)
+    assert caught.value.reason.startswith("segmentation fault (SIGSEGV) in segfaults, handlers.py")
+
+
+def test_a_worker_killed_before_it_was_started_leaves_no_process(server, tmp_path):
+    _worker(server, tmp_path, "first").call("echo", DEADLINE_S, value=1)
+    server.pause()
+    worker = _worker(server, tmp_path)
+    began = time.monotonic()
+    worker.kill()
+    assert time.monotonic() - began < 1.5
+    assert not worker.alive
+    server.resume()
+    own = psutil.Process(server._process.pid)
+    assert _soon(lambda: len(own.children()) == 1)  # the first one
+
+
+def test_workers_have_their_own_logs_and_sessions(server, tmp_path):
+    workers = [_worker(server, tmp_path, name) for name in ("a", "b")]
+    for worker in workers:
+        worker.call("chatter", DEADLINE_S)
+        assert os.getsid(worker.pid) == worker.pid
+    assert all("to stderr" in worker.log_tail() for worker in workers)
+    assert (tmp_path / LOG).read_text() == ""
+
+
+def test_ctrl_c_in_the_servers_group_ends_nothing(server, tmp_path):
+    worker = _worker(server, tmp_path)
+    worker.call("echo", DEADLINE_S, value=1)
+    server._process.send_signal(signal.SIGINT)
+    assert _worker(server, tmp_path, "next").call("echo", DEADLINE_S, value=3) == 3
+
+
+def test_many_workers_start_and_end_and_each_reports_its_own_status(server, tmp_path):
+    workers = [_worker(server, tmp_path, f"w{number}") for number in range(24)]
+    for number, worker in enumerate(workers):
+        worker.send("exits", status=number)
+    reasons = []
+    for worker in workers:
+        with pytest.raises(WorkerFault) as caught:
+            worker.receive(DEADLINE_S)
+        reasons.append(caught.value.reason)
+    assert reasons == [f"process exited with status {number}" for number in range(24)]
+    own = psutil.Process(server._process.pid)
+    assert own.num_fds() < 20
