@@ -28,7 +28,8 @@ def test_a_candidate_that_begins_first_leaves_the_first_process_to_the_untouched
     scheduler = SetupScheduler(stage, "cuda", {}, SearchOptions(), Notes())
     scheduler.start()
     scheduler.begin([(EAGER,)], 2, 60.0)
-    scheduler.pump_until(stage("other"), 0.0)
+    (early,) = scheduler._begin_waiting()
+    assert early.worker.name == "trial-2"
     assert scheduler.baseline(lambda: 60.0).worker.name == "trial-1"
 
 
