@@ -283,12 +283,13 @@ def make_search(
     choose_stem: Any = None,
     device: str = "cpu",
     others: Sequence[str] = (),
+    of: Workload | None = None,
 ) -> Search:
     """A search whose workers are the stage's."""
     options, watcher = options or SearchOptions(), watcher or NullListener()
     scheduler = SetupScheduler(stage, device, {}, options, watcher, now=stage.now, others=others)
     return Search(
-        workload(),
+        of or workload(),
         scheduler,
         available=available,
         not_applicable={"cuda_graph": "no CUDA device"},

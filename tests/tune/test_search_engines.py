@@ -1,6 +1,7 @@
 """cuDNN engines are chosen once, before any candidate uses them."""
 
 import pytest
+import torch
 from scripted import (
     DETERMINISTIC,
     EAGER,
@@ -14,17 +15,21 @@ from scripted import (
     Stage,
     died,
     make_search,
+    workload,
 )
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import setup_scheduler
 from steadytorch.tune.search import COMPILING
 from steadytorch.tune.select import SearchOptions
+from steadytorch.workload.workload import Workload
 
 UNCHOSEN = TransformSpec("cudnn_engines", (("choices", ""),))
 KEY = "fprop/bias/fp16/last/i8x64x28x28/w64x64x1x1/s1x1/p0x0/d1x1/g1"
 CHOICES = f'{{"{KEY}": "eng1"}}'
 CHOSEN = TransformSpec("cudnn_engines", (("choices", CHOICES),))
+FROZEN = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
+PLAIN = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
 FAST = {(FOLD, LAYOUT, CHOSEN): Act(5 * MS), (EAGER,): Act(9 * MS)}
 
 
@@ -78,10 +83,6 @@ def test_nobody_is_asked_where_the_transform_does_not_apply(available):
     assert make_search(Stage(FAST), available, choose_engines=choose).run().chosen == (EAGER,)
 
 
-FROZEN = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
-PLAIN = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
-
-
 @pytest.mark.parametrize("answer", [CHOICES, died()], ids=["chosen", "not chosen"])
 def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch, answer):
     def choose(prefix, seconds):
@@ -132,3 +133,35 @@ def test_no_more_than_the_cores_can_share_compile_in_one_round():
     search = make_search(stage, available, options, slots=8)
     search.run()
     assert max(most) == COMPILING
+
+
+def _training():
+    inference = workload()
+    return Workload.training(inference.model, inference.inputs, torch.sum, torch.optim.SGD)
+
+
+def test_training_chooses_no_engines_where_compiled_code_leads():
+    def choose(prefix, seconds):
+        raise AssertionError("engines were chosen for nothing")
+
+    available = [LAYOUT, UNCHOSEN, PLAIN]
+    stage = Stage({(LAYOUT, PLAIN): Act(5 * MS)})
+    result = make_search(stage, available, choose_engines=choose, of=_training()).run()
+    assert result.chosen == (LAYOUT, PLAIN)
+    assert "compiled code leads" in result.not_tried["cudnn_engines"]
+
+
+@pytest.mark.parametrize("compiled", [[], [PLAIN]], ids=["no compiler", "compiled code is slower"])
+def test_training_chooses_engines_after_other_combinations_were_timed(compiled):
+    stage = Stage({(LAYOUT,): Act(8 * MS), (LAYOUT, CHOSEN): Act(5 * MS)})
+    timed = []
+
+    def choose(prefix, seconds):
+        timed.extend(candidate for method, candidate in stage.events if method == "block")
+        return CHOICES
+
+    available = [LAYOUT, UNCHOSEN, *compiled]
+    result = make_search(stage, available, choose_engines=choose, of=_training()).run()
+    assert (LAYOUT,) in timed
+    assert result.chosen == (LAYOUT, CHOSEN)
+    assert "cudnn_engines" not in result.not_tried

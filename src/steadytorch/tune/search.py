@@ -182,31 +182,47 @@ class Search:
         character, findings = self._scheduler.character, self._scheduler.findings
         assert character is not None
         self._settle_precision()
-        self._available = self._with_engines()
+        if not self._workload.is_training:
+            self._available = self._with_engines()
         source = self._source(character.regime, findings)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
-        seeds, late = source.seeds(), source.late()
-
-        def strong() -> list[Candidate]:
-            left = [candidate for candidate in seeds if not self._pool.known(candidate)]
-            leader = self._pool.leader().candidate
-            # Fill spare slots with neighbours of a leader that will hardly be replaced: screening
-            # them holds up the compilers.
-            settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
-            return [*left, *(self._variations(source) if leader and left and settled else [])]
-
-        self._pursue(strong, while_it_pays=True)
+        self._pursue(lambda: self._strong(source), while_it_pays=True)
+        if self._workload.is_training and self._may_gain_by_engines():
+            self._available = self._with_engines()
+            source = self._source(character.regime, findings)
+            self._pursue(lambda: self._strong(source), while_it_pays=True)
         owed = self._begin(source.beyond(self._pool.leader().candidate))
         owed += self._begin(self._refined(source))
         leader = describe(self._pool.leader().candidate)
         phase = f"trying variations of {leader}, and other precisions for comparison"
         self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True, owed=owed)
+        late = source.late()
         if not self._ended:
             self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
-        for candidate in [*seeds, *self._neighbours(source), *late]:
+        for candidate in [*source.seeds(), *self._neighbours(source), *late]:
             if not self._pool.known(candidate):
                 self._not_tried[describe(candidate)] = STOPPED if self._ended else EXHAUSTED
+
+    def _strong(self, source: CandidateSource) -> list[Candidate]:
+        """Known strong combinations that were not tried, and variations of a settled leader."""
+        left = [candidate for candidate in source.seeds() if not self._pool.known(candidate)]
+        leader = self._pool.leader().candidate
+        # Fill spare slots with neighbours of a leader that will hardly be replaced: screening them
+        # holds up the compilers.
+        settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
+        return [*left, *(self._variations(source) if leader and left and settled else [])]
+
+    def _may_gain_by_engines(self) -> bool:
+        """Whether cuDNN engines are worth choosing for a training step: not for compiled code.
+
+        In recorded searches for five training steps on two GPUs, compiled code took 1.00 to 3.7
+        times as long with engines as without. Notes why if not.
+        """
+        if self._choose_engines is None or not compiles(self._pool.leader().candidate):
+            return True
+        self._not_tried[ENGINES] = "compiled code leads, and engines gain nothing beside it"
+        return False
 
     def _settle_precision(self) -> None:
         """Drops transforms that lower the precision too far for this model, tried alone.
