@@ -37,7 +37,7 @@ class _Server:
         self._waiting: list[tuple[Fork, list[int]]] = []
         self._numbers: dict[int, int] = {}
         self._tried: set[str] = set()
-        self._forks = True
+        self._forks, self._untried = True, True
         self._wakes, wake = os.pipe()
         for end in (self._wakes, wake):
             os.set_blocking(end, False)
@@ -78,10 +78,9 @@ class _Server:
         self._tried.add(name)
         if not self._forks:
             return
-        before = _threads()
         with contextlib.suppress(BaseException):  # the worker reports the error
             importlib.import_module(name)
-        self._forks = _can_fork(_threads() > before)
+        self._untried = True
 
     def _start_ready(self) -> None:
         missing, waiting = set(self._missing()), []
@@ -94,6 +93,8 @@ class _Server:
         self._waiting = waiting
 
     def _start(self, request: Fork, connection: int, log: int) -> None:
+        if self._forks and self._untried:
+            self._forks, self._untried = _can_fork(), False
         start = self._fork if self._forks else self._spawn
         self._numbers[start(request, connection, log)] = request.number
         os.close(connection)
@@ -151,11 +152,6 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield found
 
 
-def _threads() -> int:
-    """Number of this process's threads, those of native libraries included."""
-    return len(os.listdir("/proc/self/task"))
-
-
 def _fork() -> int:
     with warnings.catch_warnings():
         # NumPy's BLAS has threads, and ends them before a fork.
@@ -163,30 +159,29 @@ def _fork() -> int:
         return os.fork()
 
 
-def _can_fork(new_threads: bool) -> bool:
+def _can_fork() -> bool:
     """Whether forked processes would work after what was imported.
 
-    Args:
-        new_threads: whether an import started native threads. BLAS libraries survive a fork, OpenMP
-            pools do not: a forked process then waits for ever, which is tried.
+    BLAS libraries end their threads before a fork. With OpenMP's threads, a forked process waits
+    for ever, and PyTorch refuses CUDA to it once the parent has asked for devices; both are tried.
     """
-    torch = sys.modules.get("torch")
-    if threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
+    if threading.active_count() > 1:
         return False
-    return torch is None or not new_threads or _computes()
+    return "torch" not in sys.modules or _computes()
 
 
 def _computes() -> bool:
-    """Whether a forked process can run an operation on several threads."""
+    """Whether a forked process can run an operation on several threads, and may use CUDA."""
     import torch
 
     if not (pid := _fork()):
         torch.ones(1 << 20).add_(1.0)
-        os._exit(0)
+        os._exit(torch.cuda._is_in_bad_fork())
     until = time.monotonic() + _PROBE_S
     while time.monotonic() < until:
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return True
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return status == 0
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -59,6 +59,8 @@ class WorkerLauncher:
         self._limit = memory_limit_bytes
         cache = str(directory / "compiler-cache")  # for all workers, as it is keyed by content
         self._environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": cache}
+        if forks:  # to look for devices otherwise would bar workers from CUDA
+            self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._imports = tuple(imports)
         self.server = ForkServer(directory, self._environment) if forks else None
 
