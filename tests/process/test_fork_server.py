@@ -39,6 +39,10 @@ def _soon(condition):
     return found
 
 
+def _has_ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def _module(directory, name, text):
     (directory / f"{name}.py").write_text(text)
     return name
@@ -109,9 +113,9 @@ def test_without_a_living_server_an_interpreter_starts(server, tmp_path):
 def test_closing_a_server_ends_its_workers(server, tmp_path):
     worker = _worker(server, tmp_path)
     worker.call("echo", DEADLINE_S, value=1)
-    process = psutil.Process(worker.pid)
+    pid = worker.pid
     server.close()
-    assert _soon(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    assert _soon(lambda: _has_ended(pid))
 
 
 def test_a_worker_paused_before_it_was_started_starts_when_it_is_resumed(server, tmp_path):
@@ -176,3 +180,13 @@ def test_many_workers_start_and_end_and_each_reports_its_own_status(server, tmp_
     assert reasons == [f"process exited with status {number}" for number in range(24)]
     own = psutil.Process(server._process.pid)
     assert own.num_fds() < 20
+
+
+def test_a_worker_that_was_killed_is_not_alive_a_moment_longer(server, tmp_path):
+    for number in range(20):
+        worker = _worker(server, tmp_path, f"w{number}")
+        worker.call("echo", DEADLINE_S, value=1)
+        server.pause()
+        os.kill(worker.pid, signal.SIGKILL)
+        _soon(lambda pid=worker.pid: _has_ended(pid))
+        assert not worker.alive

@@ -100,3 +100,9 @@ def test_the_same_candidates_have_the_same_gain():
         return timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(each, FROZEN) for each in ATTENTION])
 
     assert gain() == gain()
+
+
+def test_one_disappointment_alone_does_not_end_a_search():
+    # Before anything else was timed, a lower precision alone is the largest one.
+    prospects = timed({}, (BF16,))
+    assert prospects.expected_gain([(BF16, FROZEN)]) > 2 * ENOUGH

@@ -8,6 +8,7 @@ import pytest
 from scripted import NullListener
 from simulated import AUTOCAST, AVAILABLE, BF16, Machine, outcome, search
 
+from steadytorch.tune.prospects import Prospects
 from steadytorch.tune.search import compiling
 
 
@@ -121,3 +122,14 @@ def test_a_precision_too_low_for_the_model_is_left_after_one_try(seed, inexact):
     without = [spec for spec in available if spec not in inexact]
     best = search(exact, 180.0, available=without)
     assert machine.act(result.chosen).time_ns <= 1.15 * exact.act(best.chosen).time_ns
+
+
+def test_a_search_that_expects_nothing_still_waits_for_its_first_compiled_candidate(monkeypatch):
+    monkeypatch.setattr(Prospects, "expected_gain", lambda *_: 0.0)
+    machine = Machine(0, compile_s=40.0)
+    log = Log(machine)
+    search(machine, 180.0, watcher=log)
+    compiled_s = [s for s, label, state in log.states if state == "timed" and "compile" in label]
+    assert compiled_s
+    assert any(phase.startswith("stopped after") for phase in log.phases)
+    assert machine.seconds < 100.0

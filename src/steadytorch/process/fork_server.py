@@ -23,7 +23,7 @@ from steadytorch.process.interpreter import Interpreter
 LOG = "fork-server.log"
 MESSAGE_BYTES = 1 << 16
 """Longest message in either direction."""
-_POLL_S = 0.01
+_POLL_S, _REPORT_S = 0.005, 2.0
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -160,12 +160,29 @@ class ForkedProcess:
         self.status: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it is expected or runs."""
+        """Its exit status; None while it is expected or runs.
+
+        If it has ended just now, waits for the server's report.
+        """
         self._server.update()
-        if self.status is None and not self._server.alive:
+        until = time.monotonic() + _REPORT_S
+        while self.status is None and self._has_ended() and time.monotonic() < until:
+            self._server.resume()  # a paused server reports nothing
+            time.sleep(_POLL_S)
             self._server.update()
-            return -signal.SIGKILL if self.status is None else self.status
+        if self.status is None and not self._server.alive:
+            return -signal.SIGKILL
         return self.status
+
+    def _has_ended(self) -> bool:
+        """Whether the system says that it ended."""
+        if self.pid is None or not self._server.alive:
+            return False
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return True
+        return fields.split()[0] in ("Z", "X")
 
     def wait(self, timeout: float) -> int:
         """Waits for its end; returns at once if it was never started.
@@ -173,7 +190,6 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: it still runs.
         """
-        self._server.resume()  # a paused server reports nothing
         until = time.monotonic() + timeout
         while (status := self.poll()) is None and self.pid is not None:
             if time.monotonic() > until:

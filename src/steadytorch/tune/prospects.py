@@ -29,11 +29,12 @@ Effects alone were off by more than three in half of them: engines, layouts and 
 each other."""
 _NOISE = 0.01
 """The same for a screening, and for what else makes a candidate's time."""
-_UPWARD, _IN_VAIN = 0.6, 0.05
-"""How much of a deviation counts where a candidate is faster than predicted, and the gain expected
-in vain that halves further expectations. Near the leader, most candidates are slower than predicted
-and few faster. Replayed with these, 29 recorded searches stop within 2 % of their best; if all of a
-deviation counted, they would take a fifth longer."""
+_UPWARD, _IN_VAIN, _AT_MOST = 0.6, 0.03, 0.05
+"""How much of a deviation counts where a candidate is faster than predicted; the gain expected in
+vain that divides further expectations by e; and how much of it one candidate may add. Near the
+leader, most candidates are slower than predicted and few faster. Replayed with these, 21 recorded
+searches on two GPUs, each to its last candidate, stop after 238 of 296 and on average within
+0.1 % of their best, 1.1 % at most. If 0.05 halved expectations, all 296 would be timed."""
 _DRAWS = 512
 
 
@@ -55,7 +56,7 @@ class Prospects:
         time = math.log(iteration_ns)
         if self._seen and candidate not in self._seen:
             gained = min(self._seen.values()) - time >= ENOUGH
-            expected = float(self.expected_gains([candidate])[0])
+            expected = min(float(self.expected_gains([candidate])[0]), _AT_MOST)
             self._in_vain = 0.0 if gained else self._in_vain + expected
         self._seen[candidate] = time
 
@@ -71,7 +72,7 @@ class Prospects:
         normal = np.random.default_rng(0).standard_normal((_DRAWS, len(candidates)))
         drawn = lead + normal * np.sqrt(values.clip(0)) @ vectors.T
         best = -np.expm1(-drawn.max(axis=1).clip(0))
-        return float(best.mean()) / (1 + self._in_vain / _IN_VAIN)
+        return float(best.mean()) * math.exp(-self._in_vain / _IN_VAIN)
 
     def expected_gains(self, candidates: Sequence[Candidate]) -> np.ndarray:
         """Expected gain of each of these candidates, (candidates,), to rank them; never shrunk."""

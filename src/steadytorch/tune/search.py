@@ -302,7 +302,8 @@ class Search:
     def _is_hopeless(self, proposed: Sequence[Candidate], owed: Sequence[Candidate]) -> bool:
         """Whether what is left, but what is owed, cannot be expected to gain `ENOUGH`.
 
-        Notes why if so.
+        Never while compiled code is still to come and none was timed, unless an engine leads. Notes
+        why if so.
         """
         within_s = min(HORIZON_S, self._budget.left_to_explore())
         each_s = {
@@ -317,7 +318,9 @@ class Search:
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
         fitting = fitting[: int(self._slots * within_s / mean_s)]
         gain = self._prospects.expected_gain(fitting)
-        if not fitting or gain >= ENOUGH or self._scheduler.owes:
+        by_engine = transforms.engines(self._pool.leader().candidate)
+        awaited = not (self._has_timed_compiled() or by_engine) and any(map(compiles, fitting))
+        if not fitting or gain >= ENOUGH or awaited or self._scheduler.owes:
             self._ended = ""
             return False
         self._ended = (
@@ -512,7 +515,7 @@ class Search:
 
     def _waits_longer(self, needed_s: float) -> bool:
         """Grants overtime if the first compiled candidate is about to be ready."""
-        if any(compiles(trial.candidate) for trial in self._pool.ranked()):
+        if self._has_timed_compiled():
             return False
         rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         more_s = self._budget.may_add_s()
@@ -521,6 +524,9 @@ class Search:
         label = describe(min(rivals, key=self._left_s).candidate)
         self._go_beyond("waiting for a compiled candidate", f"{label} is about to be ready")
         return True
+
+    def _has_timed_compiled(self) -> bool:
+        return any(compiles(trial.candidate) for trial in self._pool.ranked())
 
     def _go_beyond(self, doing: str, why: str) -> None:
         """Grants the search the overtime that it may have."""
@@ -549,7 +555,7 @@ class Search:
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
         # Until a compiled candidate was timed, one is worth a risk.
-        bold = not any(compiles(trial.candidate) for trial in self._pool.ranked())
+        bold = not self._has_timed_compiled()
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
