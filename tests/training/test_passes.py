@@ -222,3 +222,26 @@ def test_passes_know_whether_they_are_finite(made):
     assert not found._replace(loss=torch.tensor(float("inf"))).is_finite()
     bad = {**found.gradients, "head.bias": torch.full((4,), float("nan"))}
     assert not found._replace(gradients=bad).is_finite()
+
+
+@pytest.mark.parametrize(
+    ("weights", "backward", "expected"),
+    [
+        (torch.float32, True, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.bfloat16, False, torch.bfloat16),
+    ],
+)
+def test_a_loss_without_a_backward_pass_is_not_rounded_where_the_models_own_is_not(
+    weights, backward, expected
+):
+    model = nn.Linear(4, 3).to(weights)
+    x, y = torch.randn(5, 4, dtype=weights), torch.randint(3, (5,))
+    made = with_optimizer(
+        Workload.training(model, x, nn.functional.cross_entropy, torch.optim.SGD, targets=y)
+    )
+
+    def lowered(batch):
+        return model(batch).bfloat16()
+
+    assert passes(made, lowered, (made.inputs, {}), backward=backward).loss.dtype == expected

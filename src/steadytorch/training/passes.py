@@ -20,6 +20,7 @@ from steadytorch.verification.verify import (
     output_error,
     values_of,
 )
+from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.start import Start, buffers_of, optimizer_of, parameters_of
 from steadytorch.workload.workload import Workload
 
@@ -83,7 +84,9 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
         workload: the untouched workload, as returned by `with_optimizer`.
         model: the model to call instead of the workload's.
         arguments: arguments of the call.
-        backward: False for only the forward pass, without gradients.
+        backward: False for only the forward pass, without gradients. 16-bit outputs of a float32
+            model are then widened before the loss, since bf16 resolves 0.4 % of it: the slope of
+            a U-Net's loss scattered by 7 %, and by 3 % without that.
     """
     assert workload.training_step is not None
     parameters = parameters_of(workload)
@@ -92,7 +95,10 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
         parameter.grad = None
     returned = call(model, arguments)
     outputs = copied(returned)
-    loss = workload.training_step.loss(returned.result)
+    result = returned.result
+    if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
+        result = map_tensors(_widened, result)
+    loss = workload.training_step.loss(result)
     if backward:
         loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
@@ -106,6 +112,10 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
         moved={name: after[name] - before[name] for name in sorted(moving)},
         counted={name: after[name].clone() for name in sorted(after.keys() - moving)},
     )
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

