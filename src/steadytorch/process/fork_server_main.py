@@ -48,16 +48,16 @@ class _Server:
         """Serves requests until the parent closes the channel."""
         while True:
             self._start_ready()
-            missing = next(self._missing(), None)
-            timeout_s = None if missing is None else 0
+            missing = self._missing()
+            timeout_s = 0 if missing else None
             readable, *_ = select.select([self._channel, self._wakes], [], [], timeout_s)
             if self._channel in readable and not self._receive():
                 return
             if self._wakes in readable:
                 os.read(self._wakes, 4096)
                 self._reap()
-            if missing is not None and not readable:
-                self._import(missing)
+            if missing and not readable:
+                self._import(missing[0])
 
     def _receive(self) -> bool:
         """Takes a request; whether the channel is still open."""
@@ -66,13 +66,10 @@ class _Server:
             self._waiting.append((decode_fork(message), handles))
         return bool(message)
 
-    def _missing(self) -> Iterator[str]:
+    def _missing(self) -> list[str]:
         """Modules that waiting requests still need, the first request's first."""
-        for request, _ in self._waiting:
-            handler, _, *imports = request.arguments
-            for name in (handler.partition(":")[0], *imports):
-                if name not in self._tried:
-                    yield name
+        needed = (name for request, _ in self._waiting for name in _modules_of(request))
+        return [name for name in needed if name not in self._tried]
 
     def _import(self, name: str) -> None:
         self._tried.add(name)
@@ -83,10 +80,9 @@ class _Server:
         self._untried = True
 
     def _start_ready(self) -> None:
-        missing, waiting = set(self._missing()), []
+        waiting = []
         for request, handles in self._waiting:
-            handler, _, *imports = request.arguments
-            if missing.isdisjoint({handler.partition(":")[0], *imports}):
+            if self._tried.issuperset(_modules_of(request)):
                 self._start(request, *handles)
             else:
                 waiting.append((request, handles))
@@ -143,6 +139,12 @@ class _Server:
     def _report(self, report: Report) -> None:
         with contextlib.suppress(OSError):  # the parent has gone
             self._channel.send(encode(report))
+
+
+def _modules_of(request: Fork) -> list[str]:
+    """What a worker needs before it is forked: its handler's module, and those asked for."""
+    handler, _, *imports = request.arguments
+    return [handler.partition(":")[0], *imports]
 
 
 def _ended() -> Iterator[tuple[int, int]]:
