@@ -52,8 +52,8 @@ def test_the_gain_is_calls_times_what_the_plan_measured():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({}, "0.02 s saved by plan 0123456789ab, set-up paid back at 100 calls"),
-        ({"break_even_calls": 27157}, "set-up paid back at 27,157 calls"),
+        ({}, "0.02 s saved by plan 0123456789ab, set-up to be paid back after 100 calls"),
+        ({"break_even_calls": 27157}, "set-up to be paid back after 27,157 calls"),
         ({"hits": 1}, "cuda_graph, 1 call, "),
         ({"hits": 100}, "0.2 s saved by plan 0123456789ab, set-up paid back"),
         ({"break_even_calls": None}, "10 calls, 0.02 s saved by plan 0123456789ab"),

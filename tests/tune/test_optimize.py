@@ -32,7 +32,7 @@ def test_the_report_names_the_plan_and_sets_the_gain_against_the_break_even(mode
     (served,) = tuned.report().signatures
     assert (served.executor, served.plan) == ("inference_mode", make_plan(model, x).id)
     assert served.saved_ns == 2e6
-    assert "paid back at 3 calls" in str(tuned.report())
+    assert "paid back after 3 calls" in str(tuned.report())
     tuned(x)
     assert "set-up paid back" in str(tuned.report())
 

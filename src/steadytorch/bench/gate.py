@@ -466,6 +466,8 @@ def _run(
             for arm in arms:
                 if arm.is_live:
                     most_s = (monotonic() - began) / max(1, number - 1) * (looks[-1] - number + 1)
+                    if seconds is not None:
+                        most_s = min(most_s, max(seconds - (monotonic() - began), 1.0))
                     left = f", {-(-most_s // 60):.0f} min left at most" if number > 1 else ""
                     progress(
                         f"{arm.given}: pair of processes {number} of at most {looks[-1]}{left}"

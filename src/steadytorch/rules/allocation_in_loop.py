@@ -127,7 +127,7 @@ def _on_cpu(samples: Samples) -> Verdict:
             variance_share=samples.variance_share(samples.caused_by(PAGE_FAULT)),
             confidence="medium",
             fix="Preload jemalloc or tcmalloc (LD_PRELOAD): they keep freed memory. Or set "
-            "MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ so that glibc keeps it.",
+            "MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_MAX_=0 before the command: glibc keeps it then.",
             check="run `steady explain WORKLOAD` again with that allocator",
             false_alarm="the program maps new files or data in every step on purpose.",
         ),

@@ -94,8 +94,9 @@ _RECAPTURE = (
     "in torch.profiler.record_function('DataLoader')"
 )
 _FIX_SINGLE = (
-    "Load in worker processes: DataLoader(..., num_workers=4 or more, pin_memory=True, "
-    "persistent_workers=True), and copy with non_blocking=True."
+    "Make loading cheaper, as by tensor operations in place of Python loops. Or load in "
+    "worker processes, fewer than there are cores: DataLoader(..., num_workers=N, "
+    "persistent_workers=True), for a GPU also pin_memory=True and copies with non_blocking=True."
 )
 _FIX = (
     "Give the DataLoader more workers, a larger prefetch_factor and persistent_workers=True. Or "

@@ -70,7 +70,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
             return text
         if self.hits >= self.break_even_calls:
             return f"{text}, set-up paid back"
-        return f"{text}, set-up paid back at {counted(self.break_even_calls, 'call')}"
+        return f"{text}, set-up to be paid back after {counted(self.break_even_calls, 'call')}"
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         if self.replays >= self.break_even_steps:
             return ", set-up paid back"
-        return f", set-up paid back at {counted(self.break_even_steps, 'step')}"
+        return f", set-up to be paid back after {counted(self.break_even_steps, 'step')}"
 
 
 class TunedStep:
