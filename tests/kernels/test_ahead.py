@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,7 +333,8 @@ def test_filters_of_warnings_are_changed_in_no_thread(driver, made, monkeypatch)
     assert warnings.filters is before
     assert [thread.name for thread in changed if thread is not threading.main_thread()] == []
     small(block=512)(*operands())
-    assert changed  # in the callers' threads Triton's own still holds
+    # In the callers' threads Triton's own still holds; from 3.7 on it changes none.
+    assert bool(changed) is (version("triton") < "3.7")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
