@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ DEADLINE_S = 60
 def server(tmp_path, monkeypatch):
     """A fork server that finds tests/process/handlers.py and modules in tmp_path."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent), str(tmp_path)])
-    with ForkServer(tmp_path) as server:
+    with closing(ForkServer(tmp_path)) as server:
         yield server
 
 

@@ -8,7 +8,6 @@ that stand for the scatter between processes are started afresh instead.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -59,7 +58,7 @@ _decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 class ForkServer:
-    """The parent side of a fork server; a context manager that ends it with all its workers.
+    """The parent side of a fork server.
 
     Where forking would be unsafe, because an imported module started a thread or initialised CUDA,
     the server starts fresh interpreters instead.
@@ -70,26 +69,13 @@ class ForkServer:
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
-        python, paths, _ = Interpreter.own()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._workers: list[ForkedProcess] = []
         with (directory / LOG).open("wb") as log, theirs:
-            self._process = subprocess.Popen(
-                [python, "-P", "-m", "steadytorch.process.fork_server_main", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,
+            self._process = Interpreter.own().start(
+                "steadytorch.process.fork_server_main", theirs.fileno(), [], log, environment
             )
         self._channel.setblocking(False)
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def alive(self) -> bool:

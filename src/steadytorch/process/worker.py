@@ -304,17 +304,7 @@ def _started(
     if server is not None:
         with contextlib.suppress(OSError):  # it has ended
             return server.fork(arguments, descriptor, log.fileno())
-    python, paths, folder = interpreter
-    return subprocess.Popen(
-        [python, "-P", "-m", "steadytorch.process.child", str(descriptor), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=folder,
-        pass_fds=[descriptor],
-        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
-        start_new_session=True,  # Ctrl-C only reaches the parent, which ends the group
-    )
+    return interpreter.start("steadytorch.process.child", descriptor, arguments, log, environment)
 
 
 def wait_any(workers: Sequence[Worker], timeout_s: float) -> list[Worker]:
