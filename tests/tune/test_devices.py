@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from itertools import combinations
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from faulty import Slow
 from scripted import DETERMINISTIC, EAGER, FOLD, MS, Act, Notes, Stage, make_search
 
-from steadytorch import Workload, tune
+from steadytorch import Workload, transforms, tune
 from steadytorch.device.facts import load_facts
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
@@ -48,7 +49,11 @@ def devices_of(stage, candidate):
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 0.5])
 @pytest.mark.parametrize("winner", ["eager", "deterministic", "fold"])
 def test_two_devices_find_the_winner_of_one(winner, slowness):
-    one, two = Stage(acts(**{winner: 6.0})), Stage(acts(**{winner: 6.0}), slowness={B: slowness})
+    # Combinations are behind, so that variations of the untouched workload are tried on both.
+    ordered = transforms.order(OPTIONS)
+    known = {c: Act(12 * MS) for size in (2, 3) for c in combinations(ordered, size)}
+    known |= acts(**{winner: 6.0})
+    one, two = Stage(known), Stage(known, slowness={B: slowness})
     alone = make_search(one, OPTIONS, device=A).run()
     both = make_search(two, OPTIONS, device=A, others=[B]).run()
     assert both.chosen == alone.chosen

@@ -18,8 +18,10 @@ from scripted import (
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import Fault
 from steadytorch.transforms.openvino import OpenVino
+from steadytorch.tune.budget import SCREEN_BLOCKS
+from steadytorch.tune.candidate_pool import FEWEST_BLOCKS
 from steadytorch.tune.search import Search
-from steadytorch.tune.select import SearchOptions
+from steadytorch.tune.select import SearchOptions, block_shape
 from steadytorch.verification.verdict import OutputError, Reference
 
 OUT_OF_MEMORY = (Fault.OUT_OF_MEMORY, "out of memory")
@@ -257,6 +259,25 @@ def test_a_workload_that_cannot_be_verified_stays_untouched():
 
 
 # -- the reported figure ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "objective", "blocks"),
+    [
+        (12, "latency", FEWEST_BLOCKS),
+        (10.5, "latency", SCREEN_BLOCKS),
+        (5, "latency", SCREEN_BLOCKS),
+        (12, "p99", SCREEN_BLOCKS),
+    ],
+)
+def test_a_candidate_that_is_clearly_behind_takes_half_a_screening(
+    time_ms, objective, blocks, monkeypatch
+):
+    monkeypatch.setattr(Search, "_decide", lambda self: None)
+    options = SearchOptions(objective=objective, budget_s=600)
+    stage = Stage(_acts(inference_mode=time_ms), spread=0.02)
+    result = make_search(stage, [EAGER], options).run()
+    assert _trial(result, EAGER).samples == blocks * block_shape(options, 10 * MS).count
 
 
 def test_the_reported_figures_come_from_blocks_taken_after_the_choice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
@@ -19,6 +20,9 @@ from steadytorch.tune.trial import LiveTrial
 
 NEAR = 1.10
 """Only candidates within this factor of the leader's time enter the final race."""
+FEWEST_BLOCKS = 3
+"""Blocks after which a candidate may be out: three blocks that all take longer than three of an
+equally fast one are 1 of 20, and blocks that take longer by `NEAR` are far fewer."""
 
 
 class CandidatePool:
@@ -70,10 +74,13 @@ class CandidatePool:
     def screen(self, fresh: list[LiveTrial]) -> None:
         """Times interleaved blocks of new trials, leaders and baseline, and closes the losers.
 
-        Devices are timed at the same time, each with arms of its own.
+        Devices are timed at the same time, each with arms of its own. A device's screening ends
+        early once all its new trials are out of the race.
         """
         with self._beside:
-            self._take_blocks({device: self._blocks_on(device) for device in self._devices()})
+            self._take_blocks(
+                {device: self._blocks_on(device, fresh) for device in self._devices()}
+            )
         self._budget.fastest_ns = self.screened_ns(self.leader())
         self._budget.moving_s = self._moving_s()
         for trial in (trial for trial in fresh if trial in self.trials):
@@ -89,7 +96,7 @@ class CandidatePool:
     def _devices(self) -> list[str]:
         return [self.baseline.device, *self.further]
 
-    def _blocks_on(self, device: str) -> Iterator[LiveTrial]:
+    def _blocks_on(self, device: str, fresh: Sequence[LiveTrial]) -> Iterator[LiveTrial]:
         """The trials of a device in the order in which their blocks are timed."""
         arms = [trial for trial in self.alive() if trial.device == device]
         rng = self._rng
@@ -99,8 +106,26 @@ class CandidatePool:
             arms.insert(0, self.further[device])
             seed = f"{self._options.seed} {device}"
             rng = self._rngs.setdefault(device, Random(seed))
-        for _ in range(SCREEN_BLOCKS):
+        new = [trial for trial in arms if trial in fresh]
+        known = [trial for trial in arms if trial not in fresh]
+        for taken in range(SCREEN_BLOCKS):
+            if taken >= FEWEST_BLOCKS and self._are_out(new, known, taken):
+                return
             yield from (trial for trial in rng.sample(arms, len(arms)) if trial.ok)
+
+    def _are_out(self, new: list[LiveTrial], known: list[LiveTrial], taken: int) -> bool:
+        """Whether every block of each new trial took longer than all of a known one, by `NEAR`.
+
+        Never of tails, of which a block is a single sample.
+        """
+        if self._options.of_tail:
+            return False
+
+        def latest(trial: LiveTrial) -> list[float]:
+            return [block_statistic(self._options, times) for times in trial.blocks[-taken:]]
+
+        least_ns = min((max(latest(trial)) for trial in known if trial.ok), default=math.inf)
+        return all(min(latest(trial)) > NEAR * least_ns for trial in new if trial.ok)
 
     def _take_blocks(self, orders: dict[str, Iterator[LiveTrial]]) -> None:
         """Times one block after another on each device, all devices at the same time."""
