@@ -53,7 +53,7 @@ def plan_ids(
 
 
 def _entries(incomplete: str, endings: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The files with an ending, and the folders, whose path starts with a text."""
+    """Files with one of these suffixes, and folders; only those whose path starts so."""
     head, start = os.path.split(incomplete)
     try:
         entries = sorted(Path(head or ".").expanduser().iterdir())

@@ -101,7 +101,7 @@ class WarmUp(msgspec.Struct, frozen=True):
     Attributes:
         first_call_ns: synchronised latency of the very first call, which compiles.
         calls: number of calls in all.
-        iteration_ns: median latency without the first call, a rough scale.
+        iteration_ns: median latency without the first call, a rough estimate.
         group: iterations per sample, so that a sample exceeds the clock's resolution.
     """
 

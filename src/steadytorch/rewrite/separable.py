@@ -63,7 +63,7 @@ class Separable(NamedTuple):
         activation: name of the activation; "" for none.
         product: the product of the layer's input and a gate; None without a gate.
         gate: index of the gate among the product's two factors.
-        add: the sum at the end of `after`, or None.
+        add: the node of the sum at the end of `after`, or None.
     """
 
     layer: torch.fx.Node

@@ -137,7 +137,7 @@ class Entry:
         signature: the signature of the calls; None if it could not be computed.
         resolution: the resolution that this entry was made from.
         reason: why the model runs untouched; None if `executor` serves.
-        executor: the executor built for the resolution's candidate.
+        executor: the executor built for the candidate that `resolution` chose.
         call: the executor's function; None runs the model untouched.
         probation: checks the first calls, until the executor is proved.
         is_proved: whether `probation` has passed.

@@ -298,8 +298,8 @@ def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable
     """Adds checks of process-wide module hooks and of announced events to a comparison.
 
     Args:
-        differs: the comparison.
-        announced: lists with an item for each freed storage and each optimizer step.
+        differs: whether the weights differ from those remembered.
+        announced: lists to which freed storages, and optimizer steps, add an item.
     """
     before, after = ON_ALL
     on_all = hooks_on_all()

@@ -177,7 +177,7 @@ class CandidateSource:
     def _on_engines(self) -> list[tuple[TransformSpec, ...]]:
         """The first variant of each engine beyond PyTorch, in the lowest class allowed.
 
-        For int8 also in the next class, because int8 may be too coarse for the model.
+        If that is int8, the next higher class follows, because int8 may be too coarse.
         """
         allowed = sorted(
             ((spec,) for spec in self._available if precision_of((spec,)) in self._classes),

@@ -78,8 +78,8 @@ def places_of(pipe: Any) -> dict[int, list[Place]]:
 class Observer:
     """Hooks on the modules of a pipeline, for one call of it.
 
-    Only the outermost module of nested calls is counted: `unet`, or `vae.decoder` where a method
-    of `vae` calls it.
+    Of nested calls only that of the outermost module counts, such as `unet`. Where a plain method
+    of `vae` calls `vae.decoder`, it is the decoder's, since `vae` itself is not called.
 
     Args:
         pipe: the pipeline.

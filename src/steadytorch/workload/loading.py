@@ -175,7 +175,7 @@ class _Layout:
         return cls(text, sizes, None if dtype is None else _DTYPES[dtype])
 
     def draw(self, dtype: torch.dtype, bound: int, generator: torch.Generator) -> torch.Tensor:
-        """A random tensor of this shape; integers are below `bound` and within their type."""
+        """A random tensor of this shape; integers are below `bound` and fit their dtype."""
         try:
             if dtype.is_floating_point or dtype.is_complex:
                 drawn_as = dtype if dtype.itemsize > 4 else torch.float32

@@ -131,7 +131,7 @@ class _Form:
     Equal if class, fields and keys are, so that nestings compare like those of known containers.
 
     Args:
-        template: a copy of the container whose contents are dropped.
+        template: an empty copy of the container.
         names: names of its fields.
         keys: its keys, or the positions of its items.
     """

@@ -201,7 +201,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Disables hub access within the block, since some configurations refer to parts on the hub."""
+    """Disables hub access within the block, since some configurations refer to files there."""
     constants: Any = _library("huggingface_hub.constants")
     found = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
