@@ -16,7 +16,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -88,12 +89,12 @@ def searched(case: Case, workload: Workload, devices: Devices, budget_s: float) 
     }
 
 
-def side_by_side(
+@contextmanager
+def workers_of(
     workload: Workload, candidates: dict[str, Candidate], device: str
-) -> dict[str, dict[str, Any]]:
-    """The period of each candidate on one device, in blocks taken in random order."""
-    rng = Random(1)
-    with tempfile.TemporaryDirectory(prefix="devices-") as name:
+) -> Iterator[dict[str, Worker]]:
+    """Fresh processes with these candidates set up, all at once."""
+    with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
         folder = Path(name)
         save_payload(workload, folder)
         workers = {label: Worker(HANDLER, folder, f"arm-{label}") for label in candidates}
@@ -106,10 +107,18 @@ def side_by_side(
                 worker.send("set_up", candidate=msgspec.to_builtins(candidates[label]))
             for worker in workers.values():
                 worker.receive(SET_UP_S)
-            return _timed(workers, rng)
+            yield workers
         finally:
             for worker in workers.values():
                 worker.kill()
+
+
+def side_by_side(
+    workload: Workload, candidates: dict[str, Candidate], device: str
+) -> dict[str, dict[str, Any]]:
+    """The period of each candidate on one device, in blocks taken in random order."""
+    with workers_of(workload, candidates, device) as workers:
+        return _timed(workers, Random(1))
 
 
 def _timed(workers: dict[str, Worker], rng: Random) -> dict[str, dict[str, Any]]:
