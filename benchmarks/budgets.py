@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rival_cases import CASES, Case, chosen
 
-from devices import searched, workers_of
+from devices import CASES, Case, chosen, searched, workers_of
 from steadytorch import __version__
 from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.errors import UsageError
 from steadytorch.measure.race import compare
 from steadytorch.process.worker import Worker, WorkerFault
 from steadytorch.quantities import parse_duration
@@ -100,13 +100,21 @@ def run(case: Case, device: str, budgets: list[str], seconds: float, rng: Random
     found: dict[str, Any] = {}
     for budget in rng.sample(budgets, len(budgets)):
         one = Devices((device,), {}, ())
-        found[budget] = searched(case, workload, one, parse_duration(budget))
+        try:
+            entry = searched(case, workload, one, parse_duration(budget))
+        except UsageError as error:  # too small for this workload on this machine
+            found[budget] = {"refused": str(error)}
+            print(f"{case.name}, {budget}: {error}", flush=True)
+            continue
+        found[budget] = entry
         print(
-            f"{case.name}, {budget}: {found[budget]['search_s']:.0f} s, "
-            f"{found[budget]['candidates_timed']} timed, {found[budget]['winner']}",
+            f"{case.name}, {budget}: {entry['search_s']:.0f} s, "
+            f"{entry['candidates_timed']} timed, {entry['winner']}",
             flush=True,
         )
-    plans = {budget: found[budget].pop("candidate") for budget in budgets}
+    plans = {b: found[b].pop("candidate") for b in budgets if "candidate" in found[b]}
+    if not plans:
+        return {"precision": case.precision, "searches": found, "side_by_side": {}}
     try:
         beside = side_by_side(workload, plans, device, seconds, rng)
     except WorkerFault as fault:
