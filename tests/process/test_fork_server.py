@@ -87,7 +87,7 @@ def test_after_an_import_that_forks_would_not_survive_fresh_interpreters_start(
     name = _module(tmp_path, "imported_first", text)
     worker = _worker(server, tmp_path, "first", [name])
     assert worker.call("imported", DEADLINE_S, names=[name]) == [name]
-    assert _parent(worker) == server._process.pid
+    assert _parent(worker) == server.pid
     main = worker.call("main_module", DEADLINE_S)
     assert main.endswith("fork_server_main.py" if forks else "child.py")
 
@@ -96,7 +96,7 @@ def test_a_server_that_was_killed_takes_its_workers_with_it_and_says_so(server, 
     worker = _worker(server, tmp_path)
     worker.call("echo", DEADLINE_S, value=1)
     worker.send("hangs")
-    server._process.kill()
+    os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(WorkerFault) as caught:
         worker.receive(DEADLINE_S)
     assert (caught.value.fault, caught.value.reason) == (Fault.SIGNAL, "killed (SIGKILL)")
@@ -104,8 +104,8 @@ def test_a_server_that_was_killed_takes_its_workers_with_it_and_says_so(server, 
 
 
 def test_without_a_living_server_an_interpreter_starts(server, tmp_path):
-    server._process.kill()
-    server._process.wait()
+    os.kill(server.pid, signal.SIGKILL)
+    assert _soon(lambda: not server.alive)
     worker = _worker(server, tmp_path)
     assert worker.call("main_module", DEADLINE_S).endswith("child.py")
     worker.kill()
@@ -149,7 +149,7 @@ def test_a_worker_killed_before_it_was_started_leaves_no_process(server, tmp_pat
     assert time.monotonic() - began < 1.5
     assert not worker.alive
     server.resume()
-    own = psutil.Process(server._process.pid)
+    own = psutil.Process(server.pid)
     assert _soon(lambda: len(own.children()) == 1)  # the first one
 
 
@@ -165,7 +165,7 @@ def test_workers_have_their_own_logs_and_sessions(server, tmp_path):
 def test_ctrl_c_in_the_servers_group_ends_nothing(server, tmp_path):
     worker = _worker(server, tmp_path)
     worker.call("echo", DEADLINE_S, value=1)
-    server._process.send_signal(signal.SIGINT)
+    os.kill(server.pid, signal.SIGINT)
     assert _worker(server, tmp_path, "next").call("echo", DEADLINE_S, value=3) == 3
 
 
@@ -179,7 +179,7 @@ def test_many_workers_start_and_end_and_each_reports_its_own_status(server, tmp_
             worker.receive(DEADLINE_S)
         reasons.append(caught.value.reason)
     assert reasons == [f"process exited with status {number}" for number in range(24)]
-    own = psutil.Process(server._process.pid)
+    own = psutil.Process(server.pid)
     assert own.num_fds() < 20
 
 

@@ -6,10 +6,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from steadytorch.process import worker as worker_module
 from steadytorch.process.interpreter import Interpreter
 from steadytorch.process.worker import Fault, Worker, WorkerFault, wait_any
 
@@ -258,13 +260,15 @@ def test_a_paused_worker_answers_once_it_is_resumed(start):
     assert worker.receive(DEADLINE_S) == 2
 
 
-def test_a_pause_does_not_count_against_a_deadline(start):
+def test_a_pause_does_not_count_against_a_deadline(start, monkeypatch):
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    monkeypatch.setattr(worker_module, "time", clock)
     worker = start()
     worker.call("echo", DEADLINE_S, value=1)
     worker.send("echo", value=2)
     worker.pause()
-    worker._paused_at -= 1000.0
-    worker._pending_since -= 1000.0
+    passed_s[0] = 1000.0
     worker.resume()
     assert not worker.overdue(500.0)
     assert worker.receive(500.0) == 2

@@ -82,6 +82,11 @@ class ForkServer:
         """Whether it can start workers."""
         return self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def fork(self, arguments: Sequence[str], connection: int, log: int) -> ForkedProcess:
         """Asks for a worker, and returns before it is started.
 
