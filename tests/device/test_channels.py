@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -71,12 +72,10 @@ def test_what_the_asking_thread_does_itself_is_left_out():
     assert usage.read()[2] < before[2] + 32
 
 
-def test_a_kernel_that_counts_nothing_is_not_believed():
+def test_a_kernel_that_counts_nothing_is_not_believed(monkeypatch):
     usage = ProcessUsage()
-    usage._resource = SimpleNamespace(
-        RUSAGE_SELF=0,
-        getrusage=lambda who: SimpleNamespace(ru_nvcsw=0, ru_nivcsw=0, ru_minflt=9, ru_majflt=0),
-    )
+    counts = SimpleNamespace(ru_nvcsw=0, ru_nivcsw=0, ru_minflt=9, ru_majflt=0)
+    monkeypatch.setattr(resource, "getrusage", lambda who: counts)
     assert set(usage.doubts()) == {"voluntary_switches", "involuntary_switches"}
 
 
@@ -147,7 +146,7 @@ def test_threads_of_openmp_are_seen_and_those_of_python_are_not(stack):
         queue.read()
         assert not {other, threading.get_native_id()} & set(queue._first)
         if torch.get_num_threads() > 1:
-            assert queue._first
+            assert "does not apply" not in str(queue.doubts())
 
 
 def test_a_missing_file_says_which(tree, stack):

@@ -62,7 +62,15 @@ def batches(count, size=8, seed=1):
     ]
 
 
-def made(optimizer="adamw", scope=STEP, implementation="fused", model=Net, loss=None, **options):
+def made(
+    optimizer="adamw",
+    scope=STEP,
+    implementation="fused",
+    model=Net,
+    loss=None,
+    check=False,
+    **options,
+):
     """A captured step on a fresh model; without a scope the eager step that it is to equal."""
     torch.manual_seed(0)
     net = model().cuda()
@@ -74,7 +82,7 @@ def made(optimizer="adamw", scope=STEP, implementation="fused", model=Net, loss=
         update=Update(inner, implementation),
         **options,
     )
-    step = eager if scope is None else CapturedStep(eager, scope, [net])
+    step = eager if scope is None else CapturedStep(eager, scope, [net], check=check)
     return step, net, inner
 
 
@@ -330,8 +338,7 @@ def test_new_graphs_agree_with_the_eager_step(scope, accumulate):
 
 
 def test_a_graph_that_is_not_the_eager_step_does_not_serve(monkeypatch):
-    step, net, inner = made()
-    step._check = True
+    step, net, inner = made(check=True)
     record = step._record
 
     def wrong(entry, update, backward=True):
@@ -516,8 +523,7 @@ def test_memory_that_runs_out_in_a_comparison_takes_no_step(monkeypatch):
         return taken(self, *args)
 
     monkeypatch.setattr(Snapshot, "taken", failing)
-    step, net, inner = made()
-    step._check = True
+    step, net, inner = made(check=True)
     found = (step, net, inner, train(step, batches(10)))
     plain, net2, inner2 = made(scope=None)
     assert any("too little memory" in reason for reason in step.eager)

@@ -61,8 +61,10 @@ def test_a_hook_on_all_modules_is_seen_and_seen_to_go(register):
 @pytest.mark.filterwarnings("ignore:benchmark mode comes late")
 def test_what_benchmark_mode_counts_by_is_no_hook_of_the_users(monkeypatch):
     monkeypatch.setattr(switch, "why_not", lambda: "")
-    with switch.benchmark_mode(True) as mode:
-        assert mode._count in nn.modules.module._global_forward_pre_hooks.values()
+    hooks = nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    with switch.benchmark_mode(True):
+        assert len(hooks) == before + 1
         assert hooks_on_all() == ()
         handle = register_module_forward_hook(see_nothing)
         assert hooks_on_all() == (see_nothing,)

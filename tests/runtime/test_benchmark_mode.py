@@ -160,7 +160,8 @@ def test_a_limit_that_is_no_number_of_engines_is_refused_before_anything_is_swit
 
 
 def test_counting_stops_at_exit(monkeypatch):
-    with switched_on(monkeypatch) as mode:
-        pass
     hooks = nn.modules.module._global_forward_pre_hooks
-    assert mode._count not in hooks.values()
+    before = dict(hooks)
+    with switched_on(monkeypatch):
+        assert len(hooks) == len(before) + 1
+    assert dict(hooks) == before

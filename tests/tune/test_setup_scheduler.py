@@ -81,13 +81,14 @@ def test_the_callers_settings_and_device_reach_every_worker(monkeypatch):
     loads = []
     stage = Stage()
     scheduler = SetupScheduler(stage, "cpu", {"num_threads": "1"}, SearchOptions(), Notes())
-    original = type(stage("probe"))._load
+    original = ScriptedWorker.send
 
-    def load(self, device, ambient):
-        loads.append((device, ambient))
-        return original(self, device, ambient)
+    def send(self, method, **arguments):
+        if method == "load":
+            loads.append((arguments["device"], arguments["ambient"]))
+        original(self, method, **arguments)
 
-    monkeypatch.setattr(type(stage("probe")), "_load", load)
+    monkeypatch.setattr(ScriptedWorker, "send", send)
     scheduler.baseline(lambda: 60.0)
     scheduler.prepare([(EAGER,)], 1, 60.0, 1)
     assert loads == [("cpu", {"num_threads": "1"})] * 3

@@ -52,8 +52,7 @@ def test_a_rank_that_does_not_answer_is_named(environment, monkeypatch):
 
 def test_a_store_that_is_gone_costs_the_comparison_alone(environment, monkeypatch):
     monkeypatch.setattr(job, "DEADLINE_S", 0.2)
-    (first,) = ranks(environment, [0])
-    first._environment = {**environment, "MASTER_PORT": "1"}
+    (first,) = ranks({**environment, "MASTER_PORT": "1"}, [0])
     times, remark = first.exchange({"rest": (1.0, 0.1)})
     assert times == {}
     assert remark.startswith("Ranks are not compared: ")
