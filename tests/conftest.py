@@ -173,7 +173,7 @@ def kept(_kept_once: Path, tmp_path: Path) -> Kept:
 @pytest.fixture(scope="session")
 def native_caches(tmp_path_factory) -> Path:
     """A folder of caches with the compiled code of the host; making it takes some ten seconds."""
-    if host._compiler() is None:
+    if host.compiler_command() is None:
         pytest.skip("there is no C++ compiler to make the host's code with")
 
     def make(folder: Path) -> None:

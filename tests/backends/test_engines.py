@@ -150,7 +150,7 @@ def test_openvino_in_its_default_precision_is_caught_where_that_is_lower():
         openvino_run(workload, "bf16")
     except UnsupportedError:
         pytest.skip("this processor has no bf16 arithmetic")
-    library = openvino._library()
+    library = openvino.import_openvino()
     model = library.Core().read_model(*_files(workload, library))
     compiled = library.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
     openvino.prove(compiled, "bf16")
@@ -173,9 +173,9 @@ def test_onnxruntime_has_to_run_on_its_cpu_provider():
 
 
 def test_only_the_warnings_on_torchvision_are_silenced(caplog):
-    logger = logging.getLogger(onnxruntime._REGISTRATION)
+    logger = logging.getLogger(onnxruntime.REGISTRATION)
     lost = "torchvision is not installed. Skipping %s"
-    with onnxruntime._without_torchvision_warnings():
+    with onnxruntime.without_torchvision_warnings():
         logger.warning(lost, "torchvision::nms")
         logger.warning("an operator is unknown")
         logging.getLogger("torch.onnx").warning("opset 1 is old")
@@ -200,7 +200,7 @@ def test_the_telemetry_of_openvino_stays_out():
     code = (
         "import sys\n"
         "from steadytorch.backends import openvino\n"
-        "openvino._library()\n"
+        "openvino.import_openvino()\n"
         "print([name for name in sys.modules if name.startswith('openvino_telemetry')])"
     )
     found = subprocess.run(

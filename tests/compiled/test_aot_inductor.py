@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.compiled.aot_inductor import Package, _brings_its_library, make
+from steadytorch.compiled.aot_inductor import Package, brings_its_library, make
 from steadytorch.conv.operator import conv_engine
 from steadytorch.errors import UnsupportedError
 from steadytorch.workload.signature import signature
@@ -29,7 +29,7 @@ def test_code_that_brings_its_own_library_is_seen(tmp_path, flags, expected):
     with zipfile.ZipFile(file, "w") as archive:
         archive.write(code, "data/aotinductor/model/s.so")
         archive.writestr("version", "1")
-    assert _brings_its_library(file) is expected
+    assert brings_its_library(file) is expected
 
 
 @pytest.mark.filterwarnings("ignore")

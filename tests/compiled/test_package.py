@@ -97,7 +97,7 @@ def refused(kept, task, here, caplog):
 
 def described(kept) -> Packaged:
     """What the bundle says of its package."""
-    data = bundle._read(kept.plan).package
+    data = bundle.read(kept.plan).package
     assert data is not None
     return package.decoded(data)
 

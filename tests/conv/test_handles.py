@@ -45,7 +45,7 @@ class Library:
 def library(monkeypatch):
     made = Library()
     monkeypatch.setattr(handles, "frontend", lambda: made)
-    monkeypatch.setattr(handles, "_HANDLES", handles._Handles())
+    monkeypatch.setattr(handles, "HANDLES", handles.Handles())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", made.stream_of, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     return made
@@ -99,5 +99,5 @@ def test_a_handle_goes_with_its_thread_unless_a_plan_holds_it(library):
 def test_the_end_of_the_process_leaves_handles_alone(library, monkeypatch):
     handle(DEVICE)
     monkeypatch.setattr(handles, "sys", SimpleNamespace(is_finalizing=lambda: True))
-    handles._HANDLES.by_device.clear()
+    handles.HANDLES.by_device.clear()
     assert library.destroyed == []

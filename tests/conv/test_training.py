@@ -182,9 +182,9 @@ def test_choices_that_fuse_more_than_the_bias_are_left_out(asked):
 def test_gradients_leave_the_engines_where_another_precision_is_allowed_by_then(monkeypatch):
     from steadytorch.conv import operator
 
-    ran, run = [], operator._grad_runner
+    ran, run = [], operator.grad_runner
     monkeypatch.setattr(
-        operator, "_grad_runner", lambda *given: ran.append(given[-1]) or run(*given)
+        operator, "grad_runner", lambda *given: ran.append(given[-1]) or run(*given)
     )
     layer = equip(nn.Conv2d(3, 5, 3), Engines({}))
     expected = gradients(layer, lambda: layer(image()))

@@ -157,7 +157,7 @@ def test_a_missing_driver_is_named(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(facts_module, "_driver", no_driver)
+    monkeypatch.setattr(facts_module, "driver_version", no_driver)
     with pytest.raises(UnsupportedError, match="no NVIDIA driver found"):
         resolve_device("cuda")
 
@@ -169,7 +169,7 @@ def test_a_missing_driver_is_named(monkeypatch):
 def test_a_hidden_or_absent_device_is_named(monkeypatch, visible, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(facts_module, "_driver", lambda: "580.95.05")
+    monkeypatch.setattr(facts_module, "driver_version", lambda: "580.95.05")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -159,7 +159,7 @@ def test_a_body_that_raises_stops_the_recorder_and_leaves_a_recording():
 def test_a_recorder_interrupted_on_entry_stops_its_thread(monkeypatch):
     class Interrupted(threading.Event):
         def wait(self, timeout=None):
-            if timeout == recorder_module._PATIENCE_S:
+            if timeout == recorder_module.PATIENCE_S:
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
@@ -291,7 +291,7 @@ def test_without_nvml_every_gpu_channel_has_the_reason(cuda_h200, no_library):
 
 
 def test_a_driver_that_hangs_does_not_hang_the_measurement(cuda_h200, fake_nvml, monkeypatch):
-    monkeypatch.setattr(recorder_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(recorder_module, "PATIENCE_S", 0.05)
     release = threading.Event()
     library = fake_nvml()
     answer = library._answer

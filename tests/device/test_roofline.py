@@ -13,16 +13,14 @@ from steadytorch.errors import UnsupportedError, UsageError
 @pytest.fixture
 def small(monkeypatch):
     """Small buffers and matrices, because the rate itself is not tested."""
-    monkeypatch.setattr(roofline, "_cpu_buffer_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(roofline, "_SIDES", (64, 128))
+    monkeypatch.setattr(roofline, "cpu_buffer_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(roofline, "SIDES", (64, 128))
 
 
 @pytest.fixture
 def takes(monkeypatch):
     """Sets how long each run takes."""
-    return lambda seconds: monkeypatch.setattr(
-        roofline, "_median_seconds", lambda *_, **__: seconds
-    )
+    return lambda seconds: monkeypatch.setattr(roofline, "median_seconds", lambda *_, **__: seconds)
 
 
 def test_copy_bandwidth_of_the_cpu_is_a_finite_rate(small):

@@ -8,7 +8,7 @@ from steadytorch.graphs import copy_nodes, graph_io_patching
 from steadytorch.graphs.copy_nodes import MOST
 from steadytorch.graphs.static_buffers import static_inputs
 from steadytorch.transforms.cast_weights import CastWeights
-from steadytorch.transforms.cuda_graph import CudaGraph, _Pool, _record
+from steadytorch.transforms.cuda_graph import CudaGraph, Pool, record
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -35,7 +35,7 @@ def recorded(count=1):
 def test_a_recorded_graph_has_a_node_for_each_of_a_few_tensors():
     for count, nodes in ((1, 1), (MOST, MOST), (MOST + 1, 0)):
         static = static_inputs(tuple(numbers(count)), {})
-        graph, found = _record(Weighted(), static, _Pool(0))
+        graph, found = record(Weighted(), static, Pool(0))
         assert len(found.linked.inputs) == nodes
         graph.reset()
 

@@ -11,7 +11,7 @@ from steadytorch.graphs import graph_io_patching
 from steadytorch.graphs.copy_nodes import CopyNode
 from steadytorch.graphs.graph_io_patching import PointerNode
 from steadytorch.graphs.static_buffers import static_inputs
-from steadytorch.transforms.cuda_graph import CudaGraph, _Pool, _record
+from steadytorch.transforms.cuda_graph import CudaGraph, Pool, record
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -34,7 +34,7 @@ class Net(nn.Sequential):
 
 def made(model, *inputs):
     static = static_inputs(inputs, {})
-    return _record(model, static, _Pool(0))
+    return record(model, static, Pool(0))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def made(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listener)
-    monkeypatch.setattr(ahead, "_started", {})
+    monkeypatch.setattr(ahead, "COMPILATIONS", {})
     clear()
     yield found
     settle()
@@ -110,7 +110,7 @@ def test_one_call_without_a_tracer_compiles_where_it_is(made):
     with torch.no_grad():
         network(*operands())
     assert [thread for _, thread in made] == [threading.current_thread().name] * DISTINCT
-    assert ahead._started == {}
+    assert ahead.COMPILATIONS == {}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -114,7 +114,7 @@ def install(monkeypatch):
         "set_rng_state": lambda state, *args: torch.set_rng_state(state),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(step, "_on_current", lambda tensors: True)
-    monkeypatch.setattr(checks, "_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(step, "on_current_device", lambda tensors: True)
+    monkeypatch.setattr(checks, "free_bytes", lambda: 1 << 30)
     # Dropout draws on the CPU here.
-    monkeypatch.setattr(step, "_host_random", lambda: (random.getstate(),))
+    monkeypatch.setattr(step, "host_random", lambda: (random.getstate(),))

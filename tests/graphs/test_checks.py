@@ -19,7 +19,7 @@ def modes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: None)
-    monkeypatch.setattr(checks, "_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(checks, "free_bytes", lambda: 1 << 30)
     return found
 
 
@@ -41,7 +41,7 @@ def disagreement(*steps):
 
 @pytest.mark.parametrize("free", [0, 1 << 30])
 def test_equal_steps_agree(modes, monkeypatch, free):
-    monkeypatch.setattr(checks, "_free_bytes", lambda: free)
+    monkeypatch.setattr(checks, "free_bytes", lambda: free)
     assert disagreement(left(), left(), left()) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from steadytorch.graphs import memset_nodes
-from steadytorch.graphs.memset_nodes import _signed, replace_memsets
+from steadytorch.graphs.memset_nodes import replace_memsets, signed
 from steadytorch.graphs.pointers import DescribedKernel, DescribedMemset
 
 MEMSET, KERNEL = 2, 0
@@ -118,8 +118,8 @@ def recorded(monkeypatch):
         found.extend((*each.memory, each.value) for each in memsets)
         return Graph(FILLS)
 
-    monkeypatch.setattr(memset_nodes, "_memory", memory)
-    monkeypatch.setattr(memset_nodes, "_recorded_fills", record)
+    monkeypatch.setattr(memset_nodes, "memory_at", memory)
+    monkeypatch.setattr(memset_nodes, "record_fills", record)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 
@@ -188,7 +188,7 @@ def test_nodes_stay_where_nothing_can_be_recorded(monkeypatch):
     def refuse(memsets):
         raise RuntimeError("CUDA error: operation not permitted")
 
-    monkeypatch.setattr(memset_nodes, "_recorded_fills", refuse)
+    monkeypatch.setattr(memset_nodes, "record_fills", refuse)
     driver = Driver(NODES, EDGES)
     assert replace_memsets(driver, Graph(HANDLE)) == 0
     assert (driver.kinds, driver.edges) == (NODES, EDGES)
@@ -207,7 +207,7 @@ def test_it_is_recorded_on_the_stream_that_the_caller_has_for_itself(monkeypatch
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     memory = torch.zeros(3, dtype=torch.int32)
-    fills = memset_nodes._recorded_fills([memset_nodes._Memset(2, memory, 5)])
+    fills = memset_nodes.record_fills([memset_nodes.Memset(2, memory, 5)])
     assert fills.raw_cuda_graph() == FILLS
     assert seen == [{"stream": stream, "capture_error_mode": "thread_local"}]
     assert memory.tolist() == [5, 5, 5]
@@ -224,4 +224,4 @@ def test_it_is_recorded_on_the_stream_that_the_caller_has_for_itself(monkeypatch
     ],
 )
 def test_values_are_the_bits_that_the_driver_sets(value, dtype, expected):
-    assert _signed(value, dtype) == expected
+    assert signed(value, dtype) == expected

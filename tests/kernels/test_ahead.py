@@ -83,7 +83,7 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(ahead, "_started", {})
+    monkeypatch.setattr(ahead, "COMPILATIONS", {})
 
     def clear():
         for module in MODULES:
@@ -119,16 +119,20 @@ def settle():
             thread.join()
 
 
-def small(tensors=4, block=1024):
-    """A launch of a kernel that compiles quickly, with its non-tensor arguments."""
+def small(block=1024):
+    """A launch of a kernel that compiles quickly."""
     from steadytorch.kernels import programs
 
     device = torch.device("cpu")
     return Launch(programs.bias_add_relu, (1, 1, 1), (48, 3, 1, True, block), device)
 
 
-def begin(launch):
-    ahead.begin(launch._program, torch.float16, 4, launch._arguments, launch._options)
+def begin(block=1024):
+    """Begins to compile the kernel of `small`."""
+    from steadytorch.kernels import programs
+
+    arguments = (48, 3, 1, True, block)
+    ahead.begin(programs.bias_add_relu, torch.float16, 4, arguments, {"num_warps": 4})
 
 
 def operands():
@@ -211,7 +215,7 @@ def test_what_is_traced_is_compiled_once_for_the_very_call(call, driver, made):
         fused = module.program_for(*given)
     settle()
     assert [thread is threading.main_thread() for _, thread in made] == [False]
-    fused._launch._launch([torch.zeros(64, dtype=torch.float16) for _ in range(count)])
+    fused._launch(*(torch.zeros(64, dtype=torch.float16) for _ in range(count)))
     assert len(made) == 1
     assert driver.launched == [made[0][0]]
 
@@ -228,8 +232,8 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program(driver, made, mon
 
     monkeypatch.setattr(knobs.compilation, "listener", slow)
     launch, other = small(), small()
-    begin(launch)
-    begin(other)
+    begin()
+    begin()
     is_compiling.wait()
     calls = [threading.Thread(target=each, args=operands()) for each in (launch, other)]
     for call in calls:
@@ -242,9 +246,9 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program(driver, made, mon
 
 def test_what_no_thread_has_begun_is_compiled_by_the_call(driver, made, monkeypatch):
     turns = threading.Semaphore(0)
-    monkeypatch.setattr(ahead, "_turns", lambda: turns)
+    monkeypatch.setattr(ahead, "compile_slots", lambda: turns)
     launch = small()
-    begin(launch)
+    begin()
     launch(*operands())
     turns.release()
     settle()
@@ -253,7 +257,7 @@ def test_what_no_thread_has_begun_is_compiled_by_the_call(driver, made, monkeypa
 
 
 def test_other_programs_are_compiled_by_their_calls(driver, made):
-    begin(small())
+    begin()
     settle()
     small(block=512)(*operands())
     assert [thread is threading.main_thread() for _, thread in made] == [False, True]
@@ -261,7 +265,7 @@ def test_other_programs_are_compiled_by_their_calls(driver, made):
 
 def test_what_was_made_is_for_one_device(driver, made):
     launch = small()
-    begin(launch)
+    begin()
     settle()
     driver.device = 1
     launch(*operands())
@@ -270,7 +274,7 @@ def test_what_was_made_is_for_one_device(driver, made):
 
 def test_addresses_that_are_not_aligned_have_a_program_of_their_own(driver, made):
     launch = small()
-    begin(launch)
+    begin()
     launch(*(torch.zeros(49, dtype=torch.float16)[1:] for _ in range(4)))
     launch(*operands())
     assert (len(made), len(driver.launched)) == (2, 2)
@@ -285,7 +289,7 @@ def test_what_fails_ahead_is_tried_again_by_the_call(driver, made, monkeypatch):
 
     monkeypatch.setattr(knobs.compilation, "listener", failing)
     launch = small()
-    begin(launch)
+    begin()
     launch(*operands())
     assert len(driver.launched) == 1
 
@@ -294,7 +298,7 @@ def test_what_fails_for_good_is_said_by_the_call(driver, monkeypatch, capfd):
     from triton import CompilationError
 
     launch = small(block=1000)  # no power of two
-    begin(launch)
+    begin(block=1000)
     settle()
     assert capfd.readouterr().err == ""
     with pytest.raises(CompilationError):
@@ -307,11 +311,11 @@ def test_the_callers_own_mode_stays_in_force(driver, made):
     from triton import AsyncCompileMode
 
     launch = small()
-    begin(launch)
+    begin()
     with ThreadPoolExecutor(1) as pool, AsyncCompileMode(pool):
         launch(*operands())
         with pytest.raises(RuntimeError, match="already active"):
-            begin(launch)
+            begin()
     assert len(driver.launched) == 1
 
 
@@ -325,7 +329,7 @@ def test_filters_of_warnings_are_changed_in_no_thread(driver, made, monkeypatch)
 
     monkeypatch.setattr(warnings, "catch_warnings", watched)
     before = warnings.filters
-    begin(small())
+    begin()
     while any(thread.name == "steadytorch-compile" for thread in threading.enumerate()):
         with original():
             warnings.simplefilter("error")
@@ -384,15 +388,15 @@ END = """
 import sys, threading
 sys.path.insert(0, {here!r})
 import torch
-from test_ahead import Driver, ahead, begin, small
+from test_ahead import Driver, ahead, begin
 from triton import knobs
 from triton.runtime import driver
 turns = threading.Semaphore(1)
-ahead._turns = lambda: turns
+ahead.compile_slots = lambda: turns
 driver.set_active(Driver())
 knobs.compilation.listener = lambda **given: print("compiled", flush=True)
 for block in (256, 512, 1024, 2048):
-    begin(small(block=block))
+    begin(block)
 print("ends", flush=True)
 """
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels import stem
-from steadytorch.kernels.conv_relu_max_pool import _precision, conv_relu_max_pool2d
+from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d, input_precision
 from steadytorch.kernels.stem import Config
 
 from .watching import Watch
@@ -38,7 +38,9 @@ CASES = {
 @pytest.fixture(autouse=True)
 def tf32(monkeypatch):
     """Allows TF32 in float32 convolutions; otherwise there is no kernel for float32."""
-    monkeypatch.setattr(room, "_precision", lambda dtype: "tf32" if dtype.itemsize == 4 else "ieee")
+    monkeypatch.setattr(
+        room, "input_precision", lambda dtype: "tf32" if dtype.itemsize == 4 else "ieee"
+    )
     monkeypatch.setitem(stem.CONFIGS, "small", SMALL)
 
 
@@ -62,7 +64,7 @@ def program(x, weight, bias, stride, padding, pool_padding, ceil_mode, config="s
     """The launcher for these on any device, or None."""
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     pooling = ((3, 3), (2, 2), (pool_padding, pool_padding), ceil_mode, config)
-    precision = room._precision(x.dtype)
+    precision = room.input_precision(x.dtype)
     return room.prepared(*like, bias is not None, precision, stride, padding, *pooling)
 
 
@@ -187,8 +189,8 @@ class TestInterpreted:
 def test_tf32_is_used_only_where_cudnn_would_use_it():
     for enabled, allowed in ((True, True), (False, True), (True, False)):
         with torch.backends.cudnn.flags(enabled=enabled, allow_tf32=allowed):
-            assert (_precision(torch.float32) == "tf32") is (enabled and allowed)
-            assert _precision(torch.float16) == "ieee"
+            assert (input_precision(torch.float32) == "tf32") is (enabled and allowed)
+            assert input_precision(torch.float16) == "ieee"
 
 
 def ordinary(layout="last", dtype=torch.float32, biased=True):

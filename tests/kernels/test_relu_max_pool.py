@@ -119,7 +119,7 @@ def test_lines_longer_than_a_grid_are_left_to_pytorch(shape):
 def test_outputs_larger_than_32_bits_are_left_to_pytorch():
     shape = torch.Size((2**20, 2, 32, 31))
     window = ((1, 1), (1, 1), (1, 1), (1, 1), False)
-    found = relu_max_pool._checked_outputs(shape, torch.float16, relu_max_pool.Window(*window))
+    found = relu_max_pool.checked_outputs(shape, torch.float16, relu_max_pool.Window(*window))
     assert found is None
 
 

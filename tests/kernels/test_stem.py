@@ -138,8 +138,8 @@ def test_a_configuration_that_is_named_is_the_one_used(name):
 def test_what_does_not_fit_on_the_chip_is_not_used(monkeypatch):
     needed = {name: shared_bytes(resnet(), c, torch.float16) for name, c in CONFIGS.items()}
     most = max(needed, key=needed.__getitem__)
-    monkeypatch.setattr(stem, "_resources", lambda device: (needed[most] - 1, 132))
+    monkeypatch.setattr(stem, "resources_of", lambda device: (needed[most] - 1, 132))
     assert config_for(most, resnet(), 64, torch.float16, CPU) is None
     assert config_for("", resnet(), 64, torch.float16, CPU) is not None
-    monkeypatch.setattr(stem, "_resources", lambda device: (1 << 10, 132))
+    monkeypatch.setattr(stem, "resources_of", lambda device: (1 << 10, 132))
     assert config_for("", resnet(), 64, torch.float16, CPU) is None

@@ -15,7 +15,7 @@ from steadytorch.errors import UnsupportedError
 from steadytorch.transforms import compile as compiling
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.channels_last import ChannelsLast
-from steadytorch.transforms.compile import Compile, _options
+from steadytorch.transforms.compile import Compile, inductor_options
 from steadytorch.workload.workload import Workload
 
 MODES = ("default", "coordinate-descent")
@@ -89,12 +89,12 @@ class TestCompiling:
     def test_frozen_calls_look_at_no_module_of_pytorchs(self, monkeypatch):
         kept = []
 
-        def spy(guards, original=compiling._looked_at):
+        def spy(guards, original=compiling.guards_to_keep):
             found = original(guards)
             kept.append([g.name for g, keep in zip(guards, found, strict=True) if keep])
             return found
 
-        monkeypatch.setattr(compiling, "_looked_at", spy)
+        monkeypatch.setattr(compiling, "guards_to_keep", spy)
         made = linear()
         for freezing in (True, False):
             with variant(freezing=freezing).applied(made) as compiled:
@@ -173,7 +173,7 @@ class TestCompiling:
         from torch._dynamo import guards
 
         monkeypatch.delattr(guards, "_safe_type_repr", raising=False)  # as before PyTorch 2.13
-        with compiling._weights_by_type():
+        with compiling.weights_by_type():
             assert guards.repr(torch.ones(2)) == "<Tensor>"
             assert guards.repr(nn.Parameter(torch.ones(2))) == "<Parameter>"
             assert guards.repr("text") == "'text'"
@@ -231,7 +231,7 @@ def test_what_is_for_gpus_needs_one(cpu, gpu, conv_workload, mode):
 
 
 def test_coordinate_descent_is_the_default_and_that():
-    plain, descent = (_options(variant(mode, True).parameters) for mode in MODES)
+    plain, descent = (inductor_options(variant(mode, True).parameters) for mode in MODES)
     assert descent == {**plain, "coordinate_descent_tuning": True}
     assert config.coordinate_descent_tuning is False
 

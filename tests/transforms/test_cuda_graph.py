@@ -16,9 +16,9 @@ from steadytorch.graphs.static_buffers import StaticInputs
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.cuda_graph import (
     CudaGraph,
-    _Memory,
-    _Recorded,
-    _replayer,
+    PoolMemory,
+    Recorded,
+    replayer,
 )
 from steadytorch.workload.workload import Workload
 
@@ -115,7 +115,7 @@ def test_memory_of_a_pool_is_told_from_that_of_others_and_grows(monkeypatch):
         made = [dict(zip(names, each, strict=True)) for each in found]
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: made)
 
-    memory = _Memory((0, 3))
+    memory = PoolMemory((0, 3))
     assert memory.around(150) is None
     segments(((0, 3), 300, 100), ((0, 0), 200, 100), ((0, 3), 100, 100))
     memory.look()
@@ -148,8 +148,8 @@ class Playing:
         )
         linked, inputs = Linked([node] * by_node, [None]), StaticInputs((static,), {})
         self.pool = pool
-        recorded = _Recorded(self.replay, linked, inputs, self.output, pool, self.model)
-        self.call = _replayer(recorded)
+        recorded = Recorded(self.replay, linked, inputs, self.output, pool, self.model)
+        self.call = replayer(recorded)
 
     def model(self, x):
         return "the model", torch.is_grad_enabled()

@@ -51,7 +51,7 @@ def faulty_transforms():
     with pytest.MonkeyPatch.context() as patch:
         registry, positions = sys.modules["faulty"].extended()
         patch.setattr(transforms, "REGISTRY", registry)
-        patch.setattr(transforms, "_POSITIONS", positions)
+        patch.setattr(transforms, "POSITIONS", positions)
         patch.setattr(sys, "path", [*sys.path, str(HERE), str(TRAINING)])
         yield
 

@@ -156,7 +156,7 @@ class FaultyHandler(TuningHandler):
     """A tuning worker in which the transforms above are registered."""
 
     def __init__(self, directory):
-        transforms.REGISTRY, transforms._POSITIONS = extended()
+        transforms.REGISTRY, transforms.POSITIONS = extended()
         # Saves half a second in each of dozens of processes; these models need no warm-up.
         bench_worker.warm_up = partial(warm_up, min_ns=10_000_000)
         super().__init__(directory)

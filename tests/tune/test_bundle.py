@@ -84,7 +84,7 @@ def stored(keep_unmeasured) -> Callable[[Workload, Path, Candidate], Plan]:
 
 def _works(monkeypatch, at_work):
     """Has this done in the place of a worker."""
-    monkeypatch.setattr(bundle_module, "_at_work", at_work)
+    monkeypatch.setattr(bundle_module, "run_in_worker", at_work)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_workers_use_the_headers_that_the_compiler_has_ready(tmp_path, monkeypat
     for folder in (own, shared):
         folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(shared))
-    bundle_module._share_headers(own)
+    bundle_module.share_headers(own)
     headers = Path(default_cache_dir()) / "precompiled_headers"
     assert headers.is_relative_to(shared)
     (headers / "made").touch()
@@ -128,7 +128,7 @@ def test_headers_of_another_user_are_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "owner", lambda path: path.name)
     own = tmp_path / "worker"
     own.mkdir()
-    bundle_module._share_headers(own)
+    bundle_module.share_headers(own)
     assert not list(own.iterdir())
 
 
@@ -205,7 +205,7 @@ def test_a_package_that_is_too_large_is_left_out(kept, caplog, monkeypatch):
         return msgspec.to_builtins(PackagingResult(made))
 
     _works(monkeypatch, at_work)
-    monkeypatch.setattr(bundle_module, "_checked", lambda outcome, *rest: outcome)
+    monkeypatch.setattr(bundle_module, "check_in_worker", lambda outcome, *rest: outcome)
     monkeypatch.setattr(bundle, "MOST_BYTES", most)
     with torch.no_grad():
         kept.model[0].weight.mul_(2)
@@ -225,7 +225,7 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
     (tmp_path / "crash.c").write_text(CRASH)
     library = tmp_path / "crash.so"
     subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "crash.c"], check=True)
-    made, at_work = _described(kept).made, bundle_module._at_work
+    made, at_work = _described(kept).made, bundle_module.run_in_worker
 
     def spoiled(plan, device, directory, cache, method, **arguments):
         if method == "check_package":
@@ -251,14 +251,14 @@ def test_a_package_that_crashes_a_fresh_process_is_left_out(kept, caplog, monkey
 @pytest.mark.slow
 def test_a_fresh_process_has_the_last_word(kept, answer, fault):
     outcome = PackagingResult(_described(kept).made)
-    found = bundle_module._checked(outcome, lambda method, **arguments: answer(), {})
+    found = bundle_module.check_in_worker(outcome, lambda method, **arguments: answer(), {})
     assert found == (PackagingResult(None, fault) if fault else outcome)
 
 
 @pytest.mark.slow
 def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypatch):
     workload, made = Workload(kept.model, (kept.x,)), []
-    monkeypatch.setattr(bundle_module, "_make", lambda *given: made.append(given[3]) or "")
+    monkeypatch.setattr(bundle_module, "build", lambda *given: made.append(given[3]) or "")
     assert keep_bundle(kept.plan, workload, "cpu") is None
     assert not made
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_a_bundle_whose_package_is_for_other_weights_is_made_anew(kept, monkeypa
 
 
 def _described(kept):
-    return package.decoded(bundle._read(kept.plan).package or b"")
+    return package.decoded(bundle.read(kept.plan).package or b"")
 
 
 def test_a_plan_that_compiles_nothing_has_no_bundle(stored, tmp_path):

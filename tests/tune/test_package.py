@@ -58,7 +58,7 @@ def _packaged(model, x, tmp_path, compiled=None):
 
 def _made(kept):
     """What the bundle says of where its package was made."""
-    return package.decoded(bundle._read(kept.plan).package).made
+    return package.decoded(bundle.read(kept.plan).package).made
 
 
 def test_what_agrees_is_kept_and_answers(kept, ready, tmp_path):

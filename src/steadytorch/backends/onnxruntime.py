@@ -55,7 +55,7 @@ def convert(exported: Exported) -> dict[str, bytes]:
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise UnsupportedError(WRITES)
         # The exporter reports its progress on standard output.
-        with redirect_stdout(io.StringIO()), _without_torchvision_warnings():
+        with redirect_stdout(io.StringIO()), without_torchvision_warnings():
             converted = torch.onnx.export(program, dynamo=True, verbose=False)
     if converted is None:
         raise UnsupportedError("PyTorch's exporter returned no model")
@@ -66,7 +66,7 @@ def convert(exported: Exported) -> dict[str, bytes]:
     return {MODEL: data}
 
 
-_REGISTRATION = "torch.onnx._internal.exporter._registration"
+REGISTRATION = "torch.onnx._internal.exporter._registration"
 """The logger that warns of each operator of torchvision if that is not installed."""
 
 
@@ -75,9 +75,9 @@ def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _without_torchvision_warnings() -> Iterator[None]:
+def without_torchvision_warnings() -> Iterator[None]:
     """Drops warnings that torchvision is missing, which do not concern models without it."""
-    logger = logging.getLogger(_REGISTRATION)
+    logger = logging.getLogger(REGISTRATION)
     logger.addFilter(_is_not_of_torchvision)
     try:
         yield

@@ -43,7 +43,7 @@ def convert(exported: Exported) -> dict[str, bytes]:
         UnsupportedError: the model writes to its state or inputs.
         Exception: OpenVINO cannot convert it, as for an unknown operator.
     """
-    openvino = _library()
+    openvino = import_openvino()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
     from openvino.frontend.pytorch.torchdynamo.export_decompositions import ops_to_not_decompose
@@ -83,7 +83,7 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
         UnsupportedError: the library runs the model elsewhere, or in another precision.
         Exception: the model cannot be compiled.
     """
-    openvino = _library()
+    openvino = import_openvino()
     core = openvino.Core()
     if precision == "int8":
         model = core.read_model(io.BytesIO(parts[int8.MODEL]))
@@ -187,7 +187,7 @@ def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def _library() -> ModuleType:
+def import_openvino() -> ModuleType:
     """Imports OpenVINO without its telemetry, which it would send on import."""
     if "openvino" in sys.modules:
         return sys.modules["openvino"]

@@ -68,7 +68,7 @@ def make(
             torch._inductor.aoti_compile_and_package(
                 program, package_path=os.fspath(path), inductor_configs=dict(options)
             )
-    if _brings_its_library(path):
+    if brings_its_library(path):
         raise UnsupportedError(
             "the C++ compiler links its standard library statically, which crashes next to "
             "PyTorch's: set CXX to another compiler"
@@ -234,7 +234,7 @@ def _loaded(path: str, device: torch.device) -> Library | _Loader:
     return _Loader(path, device) if device.type != "cpu" or _calls_out(path) else Library(path)
 
 
-def _brings_its_library(path: Path) -> bool:
+def brings_its_library(path: Path) -> bool:
     """Whether a package's code is linked statically with a C++ standard library."""
     with zipfile.ZipFile(path) as archive:
         codes = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]

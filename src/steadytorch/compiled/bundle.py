@@ -143,7 +143,7 @@ def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
     from steadytorch.compiled import package
 
     try:
-        found = _read(plan).package
+        found = read(plan).package
     except Exception as error:  # a damaged bundle may raise anything; the caller goes on
         return why_not(error)
     try:
@@ -168,7 +168,7 @@ def source(plan: PlanRecord) -> Source:
             return task.compiled()
 
         try:
-            described = _read(plan).package
+            described = read(plan).package
         except Exception:  # as above; `unpack` logs the reason
             described = None
         if described is not None:
@@ -194,7 +194,7 @@ def unpack(plan: PlanRecord) -> str | None:
         compiles as without a bundle.
     """
     try:
-        _place(_read(plan).files, _cache_folder())
+        _place(read(plan).files, _cache_folder())
     except Exception as error:  # as above
         reason = why_not(error)
         logger.warning("plan %s is compiled again: %s", plan.id, reason)
@@ -255,7 +255,7 @@ def _is_kept(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and _TEMPORARY.search(name) is None
 
 
-def _read(plan: PlanRecord) -> _Body:
+def read(plan: PlanRecord) -> _Body:
     """Reads a plan's bundle after checking owner, digest and environment."""
     path = path_of(plan)
     if path is None:

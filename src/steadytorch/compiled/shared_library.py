@@ -55,7 +55,7 @@ class Library:
         self._library = _opened(package)
         runners = max(1, min(_MOST_RUNNERS, os.cpu_count() or 1))
         self._ask(_CREATE, ctypes.byref(self._container), runners, b"cpu", None)
-        weakref.finalize(self, _free, self._library, self._container).atexit = False
+        weakref.finalize(self, free_container, self._library, self._container).atexit = False
         self._run = _function(self._library, _RUN)
         count, given, returned = _Size(), _Text(), _Text()
         self._ask(_COUNT, self._container, ctypes.byref(count))
@@ -111,7 +111,8 @@ def _unpack(package: IO[bytes], path: str) -> None:
             shutil.copyfileobj(inside, outside, 1 << 20)
 
 
-def _free(library: ctypes.CDLL, container: _Handle) -> None:
+def free_container(library: ctypes.CDLL, container: _Handle) -> None:
+    """Free the memory of a loaded package; its code stays loaded."""
     _function(library, _DELETE)(container)
 
 

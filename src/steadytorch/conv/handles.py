@@ -39,12 +39,14 @@ class _Handle:
                 self._cudnn.destroy_handle(self.number)
 
 
-class _Handles(threading.local):
+class Handles(threading.local):
+    """The handles of the current thread, by device index."""
+
     def __init__(self) -> None:
         self.by_device: dict[int, _Handle] = {}
 
 
-_HANDLES = _Handles()
+HANDLES = Handles()
 
 
 def handle(device: torch.device) -> _Handle:
@@ -54,9 +56,9 @@ def handle(device: torch.device) -> _Handle:
         UnsupportedError: the frontend or cuDNN is missing.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    found = _HANDLES.by_device.get(index)
+    found = HANDLES.by_device.get(index)
     if found is None:
-        found = _HANDLES.by_device[index] = _Handle(index)
+        found = HANDLES.by_device[index] = _Handle(index)
     return found
 
 

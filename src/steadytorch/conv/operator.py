@@ -175,12 +175,12 @@ def _grad_impl(
     if runner is None:
         shapes = (tuple(input), tuple(weight))
         geometry = (tuple(stride), tuple(padding), tuple(dilation), groups)
-        runner = _grad_runner(first, shapes, geometry, operation, layout, engine)
+        runner = grad_runner(first, shapes, geometry, operation, layout, engine)
         RUNNERS.known[key] = runner
     return runner(first, second, None, None)
 
 
-def _grad_runner(
+def grad_runner(
     first: Tensor,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     geometry: Geometry,
@@ -188,6 +188,8 @@ def _grad_runner(
     layout: Layout,
     engine: str,
 ) -> Runner:
+    """Make the runner of a gradient: the engine's, or PyTorch's if the engine cannot serve it."""
+
     def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
         return as_laid_out(aten_conv_grad(a, b, shapes, geometry, operation, layout), layout)
 

@@ -73,7 +73,7 @@ class Arm:
         self,
         found: Measured,
         run: Callable[[], Any],
-        thread: _Thread | None = None,
+        thread: WorkThread | None = None,
         keep: Any = None,
     ) -> None:
         self.found, self.run, self._thread, self._keep = found, run, thread, keep
@@ -135,12 +135,12 @@ def by_pytorch(given: ProblemTensors, error: float) -> list[Arm]:
             cudnn.benchmark = before
 
     return [
-        Arm(Measured(ATEN, error=error), given.by_pytorch, _Thread()),
-        Arm(Measured(BENCHMARK, error=error), benchmarked, _Thread()),
+        Arm(Measured(ATEN, error=error), given.by_pytorch, WorkThread()),
+        Arm(Measured(BENCHMARK, error=error), benchmarked, WorkThread()),
     ]
 
 
-class _Thread:
+class WorkThread:
     """A thread that runs functions, one at a time."""
 
     def __init__(self) -> None:

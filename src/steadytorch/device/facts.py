@@ -108,7 +108,7 @@ def _software_fields(readings: Readings) -> dict[str, Any]:
 
 
 def _gpu_fields(index: int, readings: Readings, library: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"driver": readings.read("driver", lambda: _driver(library))}
+    fields: dict[str, Any] = {"driver": readings.read("driver", lambda: driver_version(library))}
     properties = readings.read("name", lambda: gpu_properties(index))
     if properties is None:
         absent = ("compute_capability", "sm_count", "l2_cache_bytes", "memory_bytes", "mig_profile")
@@ -148,7 +148,12 @@ def _mig_profile(properties: Any, index: int, library: Any) -> str | None:
         return gpu.mig_profile()
 
 
-def _driver(library: Any = None) -> str:
+def driver_version(library: Any = None) -> str:
+    """The version of the NVIDIA driver, from NVML or else from the kernel module.
+
+    Raises:
+        NotObservable: neither is there.
+    """
     try:
         with open_nvml(library) as nvml:
             return nvml.call("nvmlSystemGetDriverVersion")
@@ -168,7 +173,7 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return f"this PyTorch ({torch.__version__}) was built without CUDA; install a CUDA build"
     readings = Readings()
-    driver = readings.read("driver", _driver)
+    driver = readings.read("driver", driver_version)
     if driver is None:
         return f"no NVIDIA driver found ({readings.unknown['driver']}); install one"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

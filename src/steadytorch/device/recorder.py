@@ -34,7 +34,7 @@ MAX_COLLECTIONS = 8192
 """When full, the shortest collections are dropped until half of the space is free."""
 MAX_CPU_SHARE = 0.005
 """Maximum CPU use of the recorder unless told otherwise; costlier ticks become rarer."""
-_PATIENCE_S = 10.0  # a driver call that hangs must not hang the measurement
+PATIENCE_S = 10.0  # a driver call that hangs must not hang the measurement
 
 
 class Tape:
@@ -199,7 +199,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="steadytorch-recorder", daemon=True)
         self._thread.start()
         try:
-            self._ready.wait(_PATIENCE_S)
+            self._ready.wait(PATIENCE_S)
             self._collections.install()
         except BaseException:  # interrupted: `__exit__` will not be called
             self._running.release()
@@ -209,10 +209,10 @@ class Recorder:
     def __exit__(self, *_exception: object) -> None:
         self._collections.remove()
         self._running.release()
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             self._tape, self._readings = Tape(), Readings()
-            hung = f"a call into the driver or the system did not return in {_PATIENCE_S:g} s"
+            hung = f"a call into the driver or the system did not return in {PATIENCE_S:g} s"
             self._readings.refuse((*COUNTERS, *LEVELS), hung)
         self._recording = self._result()
 

@@ -26,7 +26,8 @@ _MIB = 1 << 20
 _WARM_UP_RUNS = 2
 _FEWEST_RUNS = 5
 _MOST_RUNS = 50
-_SIDES = (512, 1024, 2048, 4096, 8192)
+SIDES = (512, 1024, 2048, 4096, 8192)
+"""Sides of the square matrices to multiply, in ascending order."""
 _GPU_PRODUCT_S = 0.02
 _CPU_PRODUCT_S = 0.04
 
@@ -49,11 +50,11 @@ def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
 
     kind, _ = parse_device(device)
     try:
-        count = (_gpu_buffer_bytes(device) if kind == "cuda" else _cpu_buffer_bytes()) // 4
+        count = (_gpu_buffer_bytes(device) if kind == "cuda" else cpu_buffer_bytes()) // 4
         source = torch.empty(count, dtype=torch.float32, device=device)
         source.uniform_(generator=_generator(device))
         target = torch.empty_like(source)
-        seconds = _median_seconds(lambda: target.copy_(source), device, budget_s)
+        seconds = median_seconds(lambda: target.copy_(source), device, budget_s)
     except (RuntimeError, AssertionError) as error:
         raise _cannot("copy memory", device, error) from error
     return 2 * source.nbytes / seconds
@@ -81,14 +82,14 @@ def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2)
     limit_s = _GPU_PRODUCT_S if kind == "cuda" else _CPU_PRODUCT_S
     try:
         with torch.no_grad(), _any_algorithm():
-            side = _SIDES[0]
+            side = SIDES[0]
             product = _product(side, element, device)
-            for larger in _SIDES[1:]:
-                once = _median_seconds(product, device, 0.0, fewest=3)
+            for larger in SIDES[1:]:
+                once = median_seconds(product, device, 0.0, fewest=3)
                 if once * (larger / side) ** 3 > limit_s:
                     break
                 side, product = larger, _product(larger, element, device)
-            seconds = _median_seconds(product, device, budget_s)
+            seconds = median_seconds(product, device, budget_s)
     except (RuntimeError, AssertionError) as error:
         raise _cannot(f"multiply {element} matrices", device, error) from error
     return 2 * side**3 / seconds
@@ -146,7 +147,8 @@ def _gpu_buffer_bytes(device: str) -> int:
     return min(max(256 * _MIB, 8 * cache), free // 4)
 
 
-def _cpu_buffer_bytes() -> int:
+def cpu_buffer_bytes() -> int:
+    """Size of each buffer to copy on the CPU: beyond the last-level cache, within free memory."""
     try:
         cache = host.last_level_cache_bytes()
     except NotObservable:
@@ -156,9 +158,10 @@ def _cpu_buffer_bytes() -> int:
     return min(wanted, psutil.virtual_memory().available // 8)
 
 
-def _median_seconds(
+def median_seconds(
     run: Callable[[], object], device: str, budget_s: float, fewest: int = _FEWEST_RUNS
 ) -> float:
+    """Median time of a run on a device in seconds, after a warm-up; see `median_of_runs`."""
     timed = _timed_on_gpu(device) if device != "cpu" else _timed_on_cpu
     for _ in range(min(_WARM_UP_RUNS, fewest)):
         timed(run)

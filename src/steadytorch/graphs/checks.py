@@ -90,7 +90,7 @@ class Snapshot:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
-        self._on_host = ROOM * sum(t.nbytes for t in self._tensors) > _free_bytes()
+        self._on_host = ROOM * sum(t.nbytes for t in self._tensors) > free_bytes()
         with torch.no_grad():
             self._kept = [self._copy(tensor) for tensor in self._tensors]
         self._random = (torch.get_rng_state(), torch.cuda.get_rng_state())
@@ -155,7 +155,7 @@ class Snapshot:
         )
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory of the current GPU that a new tensor may take, PyTorch's cache included."""
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return torch.cuda.mem_get_info()[0] + cached

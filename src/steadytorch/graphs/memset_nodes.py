@@ -29,7 +29,15 @@ _DEVICE_OF_MEMORY = 9
 """`CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`."""
 
 
-class _Memset(NamedTuple):
+class Memset(NamedTuple):
+    """A memset node to replace.
+
+    Attributes:
+        handle: the node.
+        memory: a tensor over the memory that it sets.
+        value: the value of each element.
+    """
+
     handle: int
     memory: Tensor
     value: int
@@ -51,7 +59,7 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
     if not found:
         return 0
     try:
-        fills = _recorded_fills(found)
+        fills = record_fills(found)
     except RuntimeError:  # CUDA refuses, or out of memory
         return 0
     try:
@@ -65,7 +73,7 @@ def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
         fills.reset()
 
 
-def _recorded_fills(memsets: Sequence[_Memset]) -> torch.cuda.CUDAGraph:
+def record_fills(memsets: Sequence[Memset]) -> torch.cuda.CUDAGraph:
     """Record a graph with one fill kernel per memset, in order."""
     fills = torch.cuda.CUDAGraph(keep_graph=True)
     # The default is one stream for the whole process, on the first device used, and others may be
@@ -77,7 +85,7 @@ def _recorded_fills(memsets: Sequence[_Memset]) -> torch.cuda.CUDAGraph:
     return fills
 
 
-def _memsets(driver: Any, graph: int) -> list[_Memset]:
+def _memsets(driver: Any, graph: int) -> list[Memset]:
     found = []
     for node in node_handles(driver, graph):
         of = DescribedMemset()
@@ -87,8 +95,8 @@ def _memsets(driver: Any, graph: int) -> list[_Memset]:
             continue
         dtype = _TYPES.get(of.element_bytes)
         if dtype is not None and of.height <= 1 and of.width and _is_here(driver, of.target):
-            memory = _memory(of.target, of.width, dtype)
-            found.append(_Memset(node, memory, _signed(of.value, dtype)))
+            memory = memory_at(of.target, of.width, dtype)
+            found.append(Memset(node, memory, signed(of.value, dtype)))
     return found
 
 
@@ -108,13 +116,13 @@ def _is_chain(driver: Any, nodes: Sequence[int]) -> bool:
     return True
 
 
-def _signed(value: int, dtype: torch.dtype) -> int:
+def signed(value: int, dtype: torch.dtype) -> int:
     """Return a memset value as the integer with the same bits in this dtype."""
     raw = (value & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little")
     return int.from_bytes(raw, "little", signed=dtype.is_signed)
 
 
-def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return a tensor over memory that it does not own."""
     device = torch.device("cuda", torch.cuda.current_device())
     lent: Any = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]

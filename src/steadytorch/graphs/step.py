@@ -244,7 +244,7 @@ class CapturedStep:
         # The first update makes state, learning rates and attributes of the optimizer.
         stepped = self._stepped
         before = self._python_state(stepped) if is_last else None
-        drawn = _host_random() if is_last else None
+        drawn = host_random() if is_last else None
         watches_update = is_last and stepped and self._updates()
         self.eager[WARMING] += 1
         try:
@@ -260,7 +260,7 @@ class CapturedStep:
             self._leave_update(in_update[0])
         if found:
             entry.refused = found[0]
-        elif is_last and drawn != _host_random():
+        elif is_last and drawn != host_random():
             entry.refused = HOST_RANDOM
         elif is_last and before != self._python_state(stepped):
             entry.refused = KEEPS_STATE
@@ -327,7 +327,7 @@ class CapturedStep:
             return MOVED
         if fixed.unfit is not None:
             return fixed.unfit
-        if not _on_current(fixed.one_each):
+        if not on_current_device(fixed.one_each):
             return ELSEWHERE
         if not first and entry.first is None:
             return WARMING
@@ -564,7 +564,7 @@ class CapturedStep:
         tensors = tensors_of(given)
         if any(tensor.requires_grad for tensor in tensors):
             return NEEDS_GRADIENT
-        if not _on_current(tensors):
+        if not on_current_device(tensors):
             return OTHER_DEVICE
         if (reason := self._valid()) is not None:
             return reason
@@ -852,7 +852,7 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _on_current(tensors: Iterable[Tensor]) -> bool:
+def on_current_device(tensors: Iterable[Tensor]) -> bool:
     """Whether all tensors lie on the current GPU: recordings see the work of no other device."""
     here = torch.device("cuda", torch.cuda.current_device())
     return all(tensor.device == here for tensor in tensors)
@@ -862,7 +862,8 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
-def _host_random() -> tuple[Any, ...]:
+def host_random() -> tuple[Any, ...]:
+    """States of the random number generators on the host: PyTorch's, Python's and NumPy's."""
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else str(numpy.random.get_state())
     return torch.get_rng_state().tolist(), random.getstate(), of_numpy

@@ -22,7 +22,7 @@ from steadytorch.device.observe import NotObservable
 
 Key = tuple[int, str]
 
-_started: dict[Key, Future[Any]] = {}
+COMPILATIONS: dict[Key, Future[Any]] = {}
 """Compilations by device and Triton's key; a future's result is None if it failed.
 
 The device is part of the key because a compiled kernel is loaded once, on its first device.
@@ -61,7 +61,7 @@ def call(
 ) -> Any:
     """Call `program[grid](*given, **options)`, with the kernel that a thread compiled, if any."""
     with ExitStack() as stack:
-        if _started:
+        if COMPILATIONS:
             with suppress(RuntimeError):  # the caller's own AsyncCompileMode has precedence
                 stack.enter_context(_mode(_take))
         return program[grid](*given, **options)
@@ -81,17 +81,17 @@ def _mode(submit: Callable[..., Any]) -> Any:
 
 def _start(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> None:
     with _lock:
-        if key in _started:
+        if key in COMPILATIONS:
             return
-        future = _started[key] = Future()
-        turns = _turns()
+        future = COMPILATIONS[key] = Future()
+        turns = compile_slots()
     # Not a daemon: a daemon thread that returns from Triton during interpreter shutdown crashes the
     # process. At shutdown, running compilations are awaited and pending ones are skipped.
     threading.Thread(target=_run, args=(turns, future, make), name="steadytorch-compile").start()
 
 
 def _take(key: Key, make: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
-    future = _started.get(key)
+    future = COMPILATIONS.get(key)
     # `cancel` succeeds while the compilation is queued; then this call compiles itself.
     made = None if future is None or future.cancel() else future.result()
     if made is None:
@@ -115,7 +115,7 @@ def _run(turns: threading.BoundedSemaphore, future: Future[Any], make: Callable[
 
 
 @cache
-def _turns() -> threading.BoundedSemaphore:
+def compile_slots() -> threading.BoundedSemaphore:
     """Semaphore with one slot per core that this process may use."""
     cores = float(len(allowed_cpus()))
     with suppress(NotObservable):

@@ -107,10 +107,10 @@ def program_for(
     like = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device)
     given = (stride, padding, kernel_size, pool_stride, pool_padding)
     sizes: Any = [tuple(size) for size in given]
-    return prepared(*like, bias is not None, _precision(x.dtype), *sizes, ceil_mode, config)
+    return prepared(*like, bias is not None, input_precision(x.dtype), *sizes, ceil_mode, config)
 
 
-def _precision(dtype: torch.dtype) -> str | None:
+def input_precision(dtype: torch.dtype) -> str | None:
     """Triton's input precision for a dtype; None if TF32 would be needed but is not allowed."""
     if dtype is not torch.float32:
         return "ieee"

@@ -178,7 +178,7 @@ def prepared(
     if not len(kernel) == len(stride) == len(padding) == len(dilation) == 2:
         return None
     window = Window(kernel, stride, padding, dilation, ceil_mode)
-    outputs = _checked_outputs(shape, dtype, window)
+    outputs = checked_outputs(shape, dtype, window)
     if outputs is None or not _every_window_sees(shape, outputs, window):
         return None
     if (shape[1] if is_last else outputs[1]) > MOST_COLUMNS:
@@ -186,7 +186,7 @@ def prepared(
     return PreparedReluMaxPool(tuple(shape), is_last, device, window)
 
 
-def _checked_outputs(shape: torch.Size, dtype: torch.dtype, window: Window) -> Pair | None:
+def checked_outputs(shape: torch.Size, dtype: torch.dtype, window: Window) -> Pair | None:
     """Height and width of the output; None if PyTorch raises or the output is too large."""
     try:
         outputs = _outputs(shape, window)

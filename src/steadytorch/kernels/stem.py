@@ -255,7 +255,7 @@ def config_for(
     Returns:
         The configuration; None if it needs more shared memory than the device has.
     """
-    memory, _ = _resources(device)
+    memory, _ = resources_of(device)
     named = [CONFIGS[name]] if name else CONFIGS.values()
     fitting = [config for config in named if shared_bytes(geometry, config, dtype) <= memory]
     # The first one that occupies the most SMs.
@@ -264,7 +264,7 @@ def config_for(
 
 def busy_cores(geometry: StemGeometry, batch: int, device: torch.device) -> int:
     """Number of SMs this launch occupies."""
-    return min(math.prod(geometry.grid(batch)), _resources(device)[1])
+    return min(math.prod(geometry.grid(batch)), resources_of(device)[1])
 
 
 def shared_bytes(geometry: StemGeometry, config: Config, dtype: torch.dtype) -> int:
@@ -279,7 +279,7 @@ def shared_bytes(geometry: StemGeometry, config: Config, dtype: torch.dtype) -> 
     return elements * dtype.itemsize + 8 * config.pairs * config.channels
 
 
-def _resources(device: torch.device) -> tuple[int, int]:
+def resources_of(device: torch.device) -> tuple[int, int]:
     """Shared memory available to one program, in bytes, and number of SMs."""
     if device.type != "cuda":
         return 1 << 30, CORES

@@ -38,7 +38,7 @@ def load() -> tuple[ModuleType | None, str]:
     if _loaded is not None:
         return _loaded, ""
     try:
-        path = _path()
+        path = code_path()
         if not path.exists():
             return None, _why_missing(path)
         for each in (path, *path.parents[:2]):
@@ -54,7 +54,7 @@ def _why_missing(path: Path) -> str:
     log = path.with_suffix(".log")
     if log.exists():
         return f"the C++ compiler failed, see {log}"
-    if _compiler() is None:
+    if compiler_command() is None:
         return "not compiled for this PyTorch, and no C++ compiler was found: set CXX"
     return "not compiled for this PyTorch yet: the next search compiles it"
 
@@ -78,7 +78,7 @@ class Making:
     """
 
     def __init__(self) -> None:
-        path, compiler = _path(), _compiler()
+        path, compiler = code_path(), compiler_command()
         if compiler is None:
             raise OSError("no C++ compiler: set CXX")
         make_private(path.parent)
@@ -149,7 +149,7 @@ class Making:
 def is_missing() -> bool:
     """Whether the code is missing or unusable, and can be compiled."""
     with suppress(OSError):
-        return _path() is not None and load()[0] is None and _compiler() is not None
+        return code_path() is not None and load()[0] is None and compiler_command() is not None
     return False
 
 
@@ -163,7 +163,7 @@ def begin() -> Making | None:
         return None
 
 
-def _path() -> Path:
+def code_path() -> Path:
     """Return the cache path, keyed by the source and everything it is compiled against.
 
     Raises:
@@ -180,7 +180,7 @@ def _path() -> Path:
     return folder / f"{_NAME}-{digest.hexdigest()[:16]}.so"
 
 
-def _compiler() -> list[str] | None:
+def compiler_command() -> list[str] | None:
     """Return the compiler command, with arguments if CXX has any; None if not found."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))

@@ -82,12 +82,12 @@ REGISTRY: tuple[type[Transform], ...] = (
     Prefetch,
 )
 
-_POSITIONS = {kind.name: position for position, kind in enumerate(REGISTRY)}
+POSITIONS = {kind.name: position for position, kind in enumerate(REGISTRY)}
 
 
 def names() -> tuple[str, ...]:
     """The names of the project's own transforms, in the order they are applied."""
-    return tuple(_POSITIONS)
+    return tuple(POSITIONS)
 
 
 def create(spec: TransformSpec) -> Transform:
@@ -117,10 +117,10 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
 
 def _place(spec: TransformSpec) -> tuple[float, str]:
     """The place in the order of application; a plug-in stands right before `Transform.before`."""
-    position = _POSITIONS.get(spec.name)
+    position = POSITIONS.get(spec.name)
     if position is not None:
         return float(position), spec.name
-    return _POSITIONS.get(_kind(spec.name).before, 0) - 0.5, spec.name
+    return POSITIONS.get(_kind(spec.name).before, 0) - 0.5, spec.name
 
 
 def parse(text: str, facts: DeviceFacts) -> Candidate:
@@ -233,7 +233,7 @@ def libraries(candidate: Candidate) -> dict[str, str]:
     for spec in candidate:
         if _kind(spec.name).libraries is not Transform.libraries:
             found |= create(spec).libraries()
-        if spec.name not in _POSITIONS:
+        if spec.name not in POSITIONS:
             found |= plugins.version(spec.name)
     return found
 
@@ -244,19 +244,19 @@ def all_variants(facts: DeviceFacts) -> list[Transform]:
     Plug-ins follow, except those that were refused; see `plugins.refused`.
     """
     own = [kind(parameters) for kind in REGISTRY for parameters in kind.variants(facts)]
-    others = [name for name in plugins.found() if name not in _POSITIONS]
+    others = [name for name in plugins.found() if name not in POSITIONS]
     return [*own, *(each for name in others for each in plugins.variants(name, facts))]
 
 
 def _known(candidate: Candidate) -> list[type[Transform]]:
-    return [_kind(s.name) for s in candidate if s.name in _POSITIONS or s.name in plugins.found()]
+    return [_kind(s.name) for s in candidate if s.name in POSITIONS or s.name in plugins.found()]
 
 
 def _kind(name: str) -> type[Transform]:
-    position = _POSITIONS.get(name)
+    position = POSITIONS.get(name)
     if position is not None:
         return REGISTRY[position]
     if name in plugins.found():
         return plugins.load(name)
-    known = ", ".join((*_POSITIONS, *plugins.found()))
+    known = ", ".join((*POSITIONS, *plugins.found()))
     raise UsageError(f"unknown transform {name!r}: use one of {known}")

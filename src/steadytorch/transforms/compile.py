@@ -121,7 +121,7 @@ class Compile(Transform):
         with ExitStack() as stack:
             task = Task(
                 workload,
-                partial(_options, self.parameters),
+                partial(inductor_options, self.parameters),
                 lambda: stack.enter_context(_compiled(workload.model, self.parameters)),
             )
             # reduce-overhead records CUDA graphs while it runs; training must keep its weights.
@@ -137,7 +137,7 @@ def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
     if isinstance(model, Converting):
         model.lend_uncompiled()
     entry = _private_entry(model)
-    unseen: Any = {"guard_filter_fn": _looked_at}
+    unseen: Any = {"guard_filter_fn": guards_to_keep}
     compiled = torch.compile(
         entry,
         backend=_backend(parameters),
@@ -182,7 +182,7 @@ _REGISTERED = re.compile(r"steadytorch_model(\._modules\['[^']*'\])*")
 """Dynamo's name for a module of the model's tree, as reached from `_private_entry`."""
 
 
-def _looked_at(guards: Sequence[Any]) -> list[bool]:
+def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
     """Select the guards that frozen code keeps: drop those on PyTorch's modules in the model.
 
     All other guards must stay. After a graph break, Dynamo compiles the code of each submodule
@@ -210,7 +210,8 @@ class _NotFreezingError(Exception):
     """Dynamo is about to compile with the weights as inputs instead of constants."""
 
 
-def _options(parameters: Any) -> dict[str, Any]:
+def inductor_options(parameters: Any) -> dict[str, Any]:
+    """Return the options of Inductor for the parameters of `Compile`."""
     from torch._inductor import list_mode_options
 
     if parameters.mode == "coordinate-descent":
@@ -221,7 +222,7 @@ def _options(parameters: Any) -> dict[str, Any]:
 
 
 def _backend(parameters: Any) -> Callable[..., Any]:
-    options, freezing = _options(parameters), parameters.freezing
+    options, freezing = inductor_options(parameters), parameters.freezing
 
     def inductor(graph: Any, inputs: Any) -> Any:
         from torch._inductor import config
@@ -238,7 +239,7 @@ def _backend(parameters: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _weights_by_type() -> Iterator[None]:
+def weights_by_type() -> Iterator[None]:
     """Have Dynamo's labels of guards give the type of a frozen weight, as from PyTorch 2.13.
 
     Earlier versions print its values, which waits for the device hundreds of times: for
@@ -281,7 +282,7 @@ class _Frozen:
     def _compiling(self, *args: Any, **kwargs: Any) -> Any:
         from torch._inductor import config
 
-        with config.patch(freezing=True), _weights_by_type():
+        with config.patch(freezing=True), weights_by_type():
             output = self.compiled(*args, **kwargs)
         self.call = self._compiled
         return output

@@ -80,10 +80,10 @@ class CudaGraph(Transform):
         with torch.cuda.device(device):
             pool = _pool_of(workload.untouched, torch.cuda.current_device())
             static = static_inputs(workload.inputs, workload.kwargs)
-            graph, recorded = _record(workload.model, static, pool)
+            graph, recorded = record(workload.model, static, pool)
         pool.graphs += 1
         try:
-            yield workload.with_model(_replayer(recorded))
+            yield workload.with_model(replayer(recorded))
         finally:
             with pool.lock:
                 pool.graphs -= 1
@@ -94,7 +94,7 @@ class CudaGraph(Transform):
                 graph.reset()
 
 
-class _Memory:
+class PoolMemory:
     """The address ranges of a memory pool.
 
     Args:
@@ -122,7 +122,7 @@ class _Memory:
         return self._segments[at - 1] if at and address in self._segments[at - 1] else None
 
 
-class _Pool:
+class Pool:
     """Memory that the graphs of one model share; orders their replays.
 
     Sharing is safe only if no two graphs run at once: `lock` orders their launches, and `follow`
@@ -136,7 +136,7 @@ class _Pool:
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(index)
         self.graphs = 0
-        self.memory = _Memory(self.handle)
+        self.memory = PoolMemory(self.handle)
         self.lock = threading.Lock()
         # The raw stream: `torch.cuda.current_stream` would create an object at each call.
         self.address: Callable[[int], int] = _cuda_getCurrentRawStream
@@ -153,25 +153,33 @@ class _Pool:
 
 
 # Weak on both sides, so that this table keeps neither models nor pools alive.
-_POOLS: weakref.WeakKeyDictionary[Any, weakref.ref[_Pool]] = weakref.WeakKeyDictionary()
+_POOLS: weakref.WeakKeyDictionary[Any, weakref.ref[Pool]] = weakref.WeakKeyDictionary()
 
 
-def _pool_of(model: Any, index: int) -> _Pool:
+def _pool_of(model: Any, index: int) -> Pool:
     try:
         known = _POOLS.get(model)
         pool = None if known is None else known()
         # PyTorch cannot reuse a pool after its last graph is gone.
         if pool is None or pool.index != index or not pool.graphs:
-            pool = _Pool(index)
+            pool = Pool(index)
             _POOLS[model] = weakref.ref(pool)
     except TypeError:  # unhashable, or without weak references
-        pool = _Pool(index)
+        pool = Pool(index)
     return pool
 
 
-def _record(
-    model: Any, static: StaticInputs, pool: _Pool
-) -> tuple[torch.cuda.CUDAGraph, _Recorded]:
+def record(model: Any, static: StaticInputs, pool: Pool) -> tuple[torch.cuda.CUDAGraph, Recorded]:
+    """Run a model a few times, then record a call as a CUDA graph.
+
+    Args:
+        model: the callable to record.
+        static: the arguments, in memory that the graph reads.
+        pool: the memory that the graph uses.
+
+    Raises:
+        UnsupportedError: the model writes to its arguments, or the call cannot be recorded.
+    """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     # Skip the Python wrapper around the C++ replay.
     replay = super(torch.cuda.CUDAGraph, graph).replay
@@ -203,25 +211,26 @@ def _record(
                     f"the step cannot be recorded as a CUDA graph: {first_cause(error)}"
                 ) from error
         current.wait_stream(pool.stream)
-    return graph, _Recorded(replay, linked, static, outputs, pool, model)
+    return graph, Recorded(replay, linked, static, outputs, pool, model)
 
 
 def _versions(static: StaticInputs) -> list[int]:
     return [tensor._version for tensor in tensors_of(tuple(static))]
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
     """A recorded graph and what its replays need; `model` is the recorded callable."""
 
     replay: Callable[[], None]
     linked: Linked
     static: StaticInputs
     outputs: Any
-    pool: _Pool
+    pool: Pool
     model: Callable[..., Any]
 
 
-def _replayer(recorded: _Recorded) -> Callable[..., Any]:
+def replayer(recorded: Recorded) -> Callable[..., Any]:
+    """Make a function that replays a recorded graph on the arguments of each call."""
     # Callers set no grad mode, since replays ignore it; a call during another capture needs it.
     recorded = recorded._replace(model=torch.no_grad()(recorded.model))
     args, kwargs = recorded.static
@@ -240,7 +249,7 @@ def _replayer(recorded: _Recorded) -> Callable[..., Any]:
     return call
 
 
-def _results(recorded: _Recorded) -> tuple[Results, Results]:
+def _results(recorded: Recorded) -> tuple[Results, Results]:
     """Return results that survive the next call, and results that alias the graph's outputs."""
     outputs, pointers = tensors_of(recorded.outputs), recorded.linked.outputs
     placers = [
@@ -256,7 +265,7 @@ def _results(recorded: _Recorded) -> tuple[Results, Results]:
     return results(recorded.outputs, placers), Results(rest_all, lambda placed: recorded.outputs)
 
 
-def _general_replayer(recorded: _Recorded, found: Results) -> Callable[..., Any]:
+def _general_replayer(recorded: Recorded, found: Results) -> Callable[..., Any]:
     feed = feeder(recorded.static, [node.feed for node in recorded.linked.inputs])
     place, collect = found
     replay, pool, model = recorded.replay, recorded.pool, recorded.model
@@ -276,7 +285,7 @@ def _general_replayer(recorded: _Recorded, found: Results) -> Callable[..., Any]
     return call
 
 
-def _exact_replayer(recorded: _Recorded, found: Results) -> Callable[[torch.Tensor], Any]:
+def _exact_replayer(recorded: Recorded, found: Results) -> Callable[[torch.Tensor], Any]:
     """Fast path: one tensor of the recorded signature."""
     replay, pool, model = recorded.replay, recorded.pool, recorded.model
     node, (place, collect) = recorded.linked.inputs[0], found

@@ -49,7 +49,7 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
     if bundle.fault(plan, held) is None:
         return None
     try:
-        unpackaged = _make(plan, workload, device, held) or unpackaged
+        unpackaged = build(plan, workload, device, held) or unpackaged
     except WorkerFault as fault:
         reason = f"its worker failed: {fault.reason}"
     except SteadyError as error:
@@ -74,11 +74,11 @@ def _contents(workload: Workload) -> tuple[str | None, str]:
         return None, str(error)
 
 
-def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
+def build(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
     """Builds the bundle, with a package if possible; returns why it has no package, or ""."""
     with shared_folder() as directory:
         cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
-        at_work = partial(_at_work, plan, device, directory, cache)
+        at_work = partial(run_in_worker, plan, device, directory, cache)
         save_payload(workload, directory)
         # The model may be in use meanwhile; the saved weights must match the digest.
         if held is not None and _contents(workload)[0] != held:
@@ -93,16 +93,16 @@ def _make(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
         except WorkerFault as fault:  # set-up may still succeed without a package
             outcome = PackagingResult(None, f"its worker failed: {fault.reason}")
             at_work("set_up")
-        return _written(plan, cache, file, held, _checked(outcome, at_work, arguments))
+        return _written(plan, cache, file, held, check_in_worker(outcome, at_work, arguments))
 
 
-def _at_work(
+def run_in_worker(
     plan: Plan, device: str, directory: Path, cache: Path, method: str, **arguments: Any
 ) -> Any:
     """Runs a set-up method for the plan in a fresh worker process."""
     # Temporary files of a crashed worker are deleted with the directory.
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(directory)}
-    _share_headers(directory)
+    share_headers(directory)
     worker = Worker(HANDLER, directory, method, folders)
     try:
         worker.call("load", STAGE_S, device=device, ambient=transforms.ambient())
@@ -112,7 +112,7 @@ def _at_work(
         worker.kill()
 
 
-def _share_headers(directory: Path) -> None:
+def share_headers(directory: Path) -> None:
     """Links Inductor's precompiled C++ headers into a worker's temporary folder.
 
     Inductor keeps them in the default folder, shared by all processes of a user. Without the link
@@ -129,7 +129,7 @@ def _share_headers(directory: Path) -> None:
             link.symlink_to(shared)
 
 
-def _checked(
+def check_in_worker(
     outcome: PackagingResult, at_work: Callable[..., Any], arguments: dict[str, Any]
 ) -> PackagingResult:
     """Checks the package in a fresh process; returns the outcome, or why the check failed."""
