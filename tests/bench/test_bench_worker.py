@@ -22,7 +22,7 @@ from steadytorch.bench.bench_worker import (
     BrokenOff,
     Series,
     WorkloadHandler,
-    _next_count,
+    next_count,
     save_payload,
 )
 from steadytorch.device.recording import Recording
@@ -131,7 +131,7 @@ def test_a_file_ends_the_series(loaded, tmp_path):
 
 
 def test_a_series_ends_when_its_median_is_precise(loaded, monkeypatch):
-    monkeypatch.setattr(module, "_resolved", lambda durations, share: len(durations) == LOOKS[1])
+    monkeypatch.setattr(module, "is_resolved", lambda durations, share: len(durations) == LOOKS[1])
     step = Step()
     found = _series(loaded, step, seconds=60)
     assert found.resolved
@@ -141,17 +141,17 @@ def test_a_series_ends_when_its_median_is_precise(loaded, monkeypatch):
 def test_a_series_without_a_steady_state_is_never_precise():
     count = next(look for look in LOOKS if look >= 2000)
     noise = 1 + 0.001 * np.random.default_rng(0).standard_normal(count)
-    assert module._resolved((400_000 * noise).tolist(), 1.0)
+    assert module.is_resolved((400_000 * noise).tolist(), 1.0)
     # Two lasting states; the median is that of the more frequent one.
     states = np.where(np.arange(count) // 100 % 5 < 2, 1.5, 1.0)
-    assert not module._resolved((400_000 * noise * states).tolist(), 1.0)
+    assert not module.is_resolved((400_000 * noise * states).tolist(), 1.0)
 
 
 def test_a_stretch_is_planned_by_the_mean_which_knows_of_long_samples(loaded, monkeypatch):
-    planned, next_count = [], module._next_count
+    planned = []
     monkeypatch.setattr(
         module,
-        "_next_count",
+        "next_count",
         lambda taken, sample_ns, left: (
             planned.append((taken, sample_ns)) or next_count(taken, sample_ns, left)
         ),
@@ -258,7 +258,7 @@ def test_a_workload_that_fails_at_once_leaves_nothing(loaded, call):
     st.floats(-1, 1e6),
 )
 def test_a_stretch_is_short_and_ends_at_a_look(taken, sample_ns, seconds_left):
-    count = _next_count(taken, sample_ns, seconds_left)
+    count = next_count(taken, sample_ns, seconds_left)
     assert count >= 1
     assert (count - 1) * sample_ns <= CHUNK_NS
     assert (count - 1) * sample_ns <= max(0, seconds_left * 1e9)

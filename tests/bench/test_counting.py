@@ -61,9 +61,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Counter, "made", 0)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    module._counter.cache_clear()
+    module.counter_of.cache_clear()
     yield
-    module._counter.cache_clear()
+    module.counter_of.cache_clear()
 
 
 def test_one_counter_serves_all_series_of_a_process(gpu):

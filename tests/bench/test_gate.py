@@ -40,7 +40,7 @@ def simulated(monkeypatch, repository):
 
         def take(race, arm, number, order):
             if fail == (arm.given, number):
-                arm.ended = module._Ended("failed", "it fails on the head: killed")
+                arm.ended = module.Ended("failed", "it fails on the head: killed")
                 return
             effect = effects[arm.given] + between * rng.standard_normal()
             base, head = sd * rng.standard_normal((2, LEAST_PAIRS))
@@ -48,7 +48,7 @@ def simulated(monkeypatch, repository):
                 list(zip(1e6 * np.exp(base), 1e6 * np.exp(head + effect), strict=True))
             )
 
-        monkeypatch.setattr(module._Race, "take", take)
+        monkeypatch.setattr(module.Race, "take", take)
 
         def run(**options):
             options = {"base": "HEAD", "folder": repository.root, "device": "cpu"} | options
@@ -129,7 +129,7 @@ def test_a_spent_budget_leaves_three_processes(simulated, monkeypatch):
 
 def test_ctrl_c_keeps_what_was_timed(simulated, monkeypatch):
     run = simulated({"a": 0.05, "b": 0.05})
-    take, taken = module._Race.take, []
+    take, taken = module.Race.take, []
 
     def interrupted(race, arm, number, order):
         taken.append(arm.given)
@@ -137,7 +137,7 @@ def test_ctrl_c_keeps_what_was_timed(simulated, monkeypatch):
             raise KeyboardInterrupt
         take(race, arm, number, order)
 
-    monkeypatch.setattr(module._Race, "take", interrupted)
+    monkeypatch.setattr(module.Race, "take", interrupted)
     result = run()
     assert result.interrupted
     assert [row.processes for row in result.rows] == [4, 3]
@@ -150,7 +150,7 @@ def test_ctrl_c_before_the_first_pair_is_passed_on(simulated, monkeypatch, repos
     def interrupted(race, arm, number, order):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Race, "take", interrupted)
+    monkeypatch.setattr(module.Race, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
     assert repository.worktrees() == 1
@@ -303,4 +303,4 @@ def test_the_order_within_pairs_is_random():
     ("pair_ms", "pairs"), [(0.01, MOST_PAIRS), (40, 50), (100, LEAST_PAIRS), (5000, LEAST_PAIRS)]
 )
 def test_short_workloads_are_timed_in_more_pairs(pair_ms, pairs):
-    assert module._pair_count(pair_ms * 1e6) == pairs
+    assert module.pair_count(pair_ms * 1e6) == pairs

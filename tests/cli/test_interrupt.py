@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steadytorch.cli import _ended_once
+from steadytorch.cli import ended_once
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 CTRL_C = b"\x03"
@@ -255,7 +255,7 @@ def test_a_search_whose_terminal_is_closed_leaves_nothing(terminal):
 def test_signals_that_are_ignored_stay_ignored(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with _ended_once():
+        with ended_once():
             assert signal.getsignal(number) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from steadytorch.cli import _COMMANDS, options
+from steadytorch.cli import COMMANDS, options
 from steadytorch.errors import PlanError
 
 from .conftest import only_line
@@ -34,7 +34,7 @@ def talking(folder):
 
 def test_every_json_option_can_name_standard_output():
     found = 0
-    for name in _COMMANDS:
+    for name in COMMANDS:
         command = getattr(import_module(f"steadytorch.cli.{name}"), name)
         taken = [each for each in command.params if "--json" in each.opts]
         found += len(taken)

@@ -58,7 +58,7 @@ class Broken(Net):
 @pytest.fixture(autouse=True)
 def _apart():
     torch._dynamo.reset()
-    torch_compile._graphs.clear()
+    torch_compile.GRAPHS.clear()
     yield
     torch._dynamo.reset()
 
@@ -112,7 +112,7 @@ def test_pytorch_finds_the_backend_by_its_entry_point(model, x, tmp_path, monkey
 def test_a_plan_is_searched_once_and_then_serves_its_graph(model, x, tmp_path, searches):
     for mode in ("tune", "replay", "strict"):
         torch._dynamo.reset()
-        torch_compile._graphs.clear()
+        torch_compile.GRAPHS.clear()
         fast = compiled(model, tmp_path, mode=mode, canary=False)
         with torch.no_grad():
             for _ in range(3):
@@ -232,7 +232,7 @@ def test_a_fault_of_the_search_leaves_the_graph_as_captured(model, x, tmp_path, 
 
 
 def test_a_graph_that_cannot_be_prepared_runs_as_captured(model, x, monkeypatch, caplog):
-    monkeypatch.setattr(torch_compile, "_with_weights", lambda *args: 1 / 0)
+    monkeypatch.setattr(torch_compile, "optimize", lambda *args, **options: 1 / 0)
     fast = torch.compile(model, backend=steady)
     with torch.no_grad():
         assert torch.equal(fast(x), model(x))

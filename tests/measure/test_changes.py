@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
 from steadytorch.errors import UsageError
-from steadytorch.measure.changes import ALPHA, _counts, _tail, find_changes, shift
+from steadytorch.measure.changes import ALPHA, find_changes, rank_sum_counts, rank_sum_tail, shift
 
 
 def series(*levels, sd=0.004, seed=0):
@@ -96,7 +96,7 @@ def test_counts_are_those_of_all_orders(n, m):
     tally = [0] * (n * m + 1)
     for places in combinations(range(n + m), n):
         tally[sum(places) - n * (n - 1) // 2] += 1
-    assert _counts(min(n, m), max(n, m)) == tally
+    assert rank_sum_counts(min(n, m), max(n, m)) == tally
 
 
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 2**32 - 1))
@@ -104,7 +104,7 @@ def test_the_tail_is_that_of_scipy(n, m, seed):
     rng = np.random.default_rng(seed)
     before, after = rng.random(n), rng.random(m)
     known = mannwhitneyu(after, before, alternative="greater", method="exact")
-    assert _tail(n, m, int(known.statistic)) == pytest.approx(known.pvalue)
+    assert rank_sum_tail(n, m, int(known.statistic)) == pytest.approx(known.pvalue)
 
 
 @given(

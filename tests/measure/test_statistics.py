@@ -74,7 +74,7 @@ def test_signed_rank_distribution_matches_enumeration(count):
     ]
     top = count * (count + 1) // 2
     expected = [sum(x <= w for x in sums) / 2**count for w in range(top + 1)]
-    assert s._signed_rank_cdf(count) == pytest.approx(expected)
+    assert s.signed_rank_cdf(count) == pytest.approx(expected)
 
 
 def test_signed_rank_interval_agrees_with_the_exact_test():

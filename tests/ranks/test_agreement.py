@@ -18,6 +18,13 @@ from steadytorch.ranks.group import DEADLINE, Ranks, ranks_of
 from steadytorch.ranks.messages import MOST_BYTES, Answer, Decision, Vote, decode, encode
 
 
+class OwnProcess(Ranks):
+    """A rank whose agreements are numbered as in a process of its own."""
+
+    def next_prefix(self):
+        return self.name
+
+
 def together(store, ballots, problems=None, deadline_s=10.0, present=None):
     """What each rank gets: the served choice's payload, or a refusal."""
     size = len(ballots)
@@ -25,8 +32,7 @@ def together(store, ballots, problems=None, deadline_s=10.0, present=None):
     start = Barrier(len(present))
 
     def one(rank):
-        agreement = Agreement(Ranks(rank, size, store, f"t/{rank}", deadline_s))
-        agreement._prefix = "t"
+        agreement = Agreement(OwnProcess(rank, size, store, "t", deadline_s))
         start.wait()
         answer = agreement.propose(ballots[rank])
         if isinstance(answer, Refusal):
@@ -88,9 +94,7 @@ def test_a_failed_search_leaves_the_others_untouched(store, caplog):
         raise KeyboardInterrupt
 
     ballots = [Ballot("s", {}, search=search), Ballot("s", {}, search=search)]
-    agreements = [Agreement(Ranks(rank, 2, store, f"f/{rank}", 10.0)) for rank in range(2)]
-    for agreement in agreements:
-        agreement._prefix = "f"
+    agreements = [Agreement(OwnProcess(rank, 2, store, "f", 10.0)) for rank in range(2)]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(agreements[1].propose, ballots[1])
         with pytest.raises(KeyboardInterrupt):
@@ -194,4 +198,4 @@ def test_a_wrong_deadline_is_refused(monkeypatch, text):
 
     monkeypatch.setenv(DEADLINE, text)
     with pytest.raises(UsageError, match=DEADLINE):
-        group._deadline_s()
+        group.deadline_from_environment()

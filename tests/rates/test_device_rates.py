@@ -142,7 +142,7 @@ def test_another_number_of_threads_is_another_file(calls, tmp_path, monkeypatch)
 )
 def test_single_precision_brings_tf32_where_there_is_tf32(capability, wanted):
     facts = DeviceFacts(device="cuda", compute_capability=capability)
-    assert device_rates._wanted(facts, ["float32"]) == wanted
+    assert device_rates.types_to_measure(facts, ["float32"]) == wanted
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("tf32", "tf32")])
@@ -154,7 +154,7 @@ def test_single_precision_is_measured_with_and_without_tf32(monkeypatch, dtype, 
         "matrix_rate",
         lambda device, dtype: seen.append((dtype, matmul.fp32_precision)) or 1,
     )
-    device_rates._matrix_rate("cuda", dtype)
+    device_rates.rate_of("cuda", dtype)
     assert seen == [("float32", precision)]
     assert matmul.fp32_precision == before
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadytorch.rates.operator_work import _FORMULAS, MATRIX, WRAPPERS, work_of
+from steadytorch.rates.operator_work import FORMULAS, MATRIX, WRAPPERS, work_of
 
 MATRICES = {"dims": [[4, 8], [8, 2]], "types": ["c10::Half", "c10::Half"]}
 
@@ -26,8 +26,8 @@ def test_work_in_integers_has_no_type():
 
 
 def test_wrappers_and_products_are_known_operators():
-    assert _FORMULAS.keys() >= WRAPPERS
-    assert _FORMULAS.keys() >= MATRIX
+    assert FORMULAS.keys() >= WRAPPERS
+    assert FORMULAS.keys() >= MATRIX
 
 
 dims = st.lists(st.integers(-2, 2**40) | st.none() | st.text(max_size=2), max_size=5)
@@ -36,7 +36,7 @@ kinds = st.sampled_from(["float", "c10::Half", "long int", "Scalar", "ScalarList
 
 
 @given(
-    st.sampled_from([*sorted(_FORMULAS), "triton_poi_fused_0"]),
+    st.sampled_from([*sorted(FORMULAS), "triton_poi_fused_0"]),
     st.lists(st.tuples(dims, kinds, dims, texts), max_size=12),
 )
 def test_whatever_a_trace_says_there_is_an_answer(name, rows):

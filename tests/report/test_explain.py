@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from steadytorch.report.explain import _untold, render_explain
+from steadytorch.report.explain import render_explain, untold
 from steadytorch.results.explain import Abstention, Explanation, SlowStep
 
 from .conftest import FACTS, HOSTILE, Screen
@@ -239,7 +239,7 @@ def test_rules_about_a_gpu_are_one_doubt_where_there_was_none():
         Abstention("copies", "the trace has no GPU events, and this is about the GPU", recapture),
         Abstention("lazy-loading", "the trace has no GPU events: loading is unseen", recapture),
     )
-    assert _untold(abstained) == (
+    assert untold(abstained) == (
         "Could not tell (3, --all says why): input-pipeline, 2 about a GPU"
     )
-    assert _untold(abstained[:1]) == "Could not tell (1, --all says why): input-pipeline"
+    assert untold(abstained[:1]) == "Could not tell (1, --all says why): input-pipeline"

@@ -107,7 +107,7 @@ def test_nothing_is_fetched(variant):
         assert name not in ("src", "srcset", "action", "background"), (tag, value)
         assert name != "href" or value.startswith("#"), (tag, value)
         assert not name.startswith("on"), (tag, name)
-    style = html._source("page.css") + html._source("page.js")
+    style = html.template_source("page.css") + html.template_source("page.js")
     assert not re.search(r"url\(|@import|//\w|fetch|XMLHttp", style)
     assert {"link", "iframe", "object", "embed", "base", "img"}.isdisjoint(shown.tags)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from steadytorch.report.charts import _BARS
-from steadytorch.report.ledger import _FILLS
+from steadytorch.report.charts import BARS
+from steadytorch.report.ledger import FILLS
 from steadytorch.report.text import (
     duration,
     percent_above,
@@ -99,9 +99,9 @@ def test_what_an_encoding_lacks_is_replaced(monkeypatch, name):
 
 
 def test_fills_of_a_chart_stay_distinct_in_ascii():
-    assert len(set(_FILLS.encode("ascii", "steadytorch.ascii"))) == len(_FILLS)
-    bars = _BARS.encode("ascii", "steadytorch.ascii")
-    assert len(set(bars)) == len(_BARS) == len(bars)
+    assert len(set(FILLS.encode("ascii", "steadytorch.ascii"))) == len(FILLS)
+    bars = BARS.encode("ascii", "steadytorch.ascii")
+    assert len(set(bars)) == len(BARS) == len(bars)
 
 
 def test_streams_without_an_encoding_are_left_alone(monkeypatch):

@@ -83,7 +83,7 @@ def test_a_worktree_is_removed_after_an_error(repository, found, tmp_path, error
 
 
 def test_ctrl_c_while_a_worktree_is_made_leaves_nothing(repository, found, tmp_path, monkeypatch):
-    commit, git = found.commit("HEAD"), module._git
+    commit, git = found.commit("HEAD"), module.run_git
 
     def interrupted(folder, *arguments):
         done = git(folder, *arguments)
@@ -91,7 +91,7 @@ def test_ctrl_c_while_a_worktree_is_made_leaves_nothing(repository, found, tmp_p
             raise KeyboardInterrupt
         return done
 
-    monkeypatch.setattr(module, "_git", interrupted)
+    monkeypatch.setattr(module, "run_git", interrupted)
     with pytest.raises(KeyboardInterrupt), found.worktree(commit, "base"):
         pass
     assert (repository.worktrees(), left(tmp_path)) == (1, [])

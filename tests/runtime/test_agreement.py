@@ -132,7 +132,7 @@ def test_agreement_is_decided_by_the_relative_error(error, limit):
 
 
 def test_large_results_are_compared_in_parts(monkeypatch):
-    monkeypatch.setattr(agreement, "_CHUNK", 10)
+    monkeypatch.setattr(agreement, "CHUNK", 10)
     found = X.clone()
     found[95] = NAN
     assert disagreement(X.clone(), X, 0.0) is None

@@ -145,7 +145,7 @@ def test_threads_build_an_executor_once_and_get_the_same_answers(model, x, monke
     assert sum(calls.values()) == 200
     # While one of them looks, builds and checks, the others run untouched.
     assert calls["tuned"] > 0
-    assert {*calls} <= {"tuned", NO_PLAN, *(f"untouched: {why}" for why in entries._PENDING)}
+    assert {*calls} <= {"tuned", NO_PLAN, *(f"untouched: {why}" for why in entries.PENDING)}
 
 
 def test_building_an_executor_leaves_modules_of_other_threads_alone(x):

@@ -176,12 +176,12 @@ def test_on_trial_a_live_executor_between_probes_leaves_a_write_once():
 def test_on_trial_only_calls_that_both_answer_are_watched(candidate, monkeypatch):
     begun = []
 
-    class Watch(probation._Watch):
+    class Watch(probation.StateWatch):
         def __init__(self, *given):
             super().__init__(*given)
             begun.append(True)
 
-    monkeypatch.setattr(probation, "_Watch", Watch)
+    monkeypatch.setattr(probation, "StateWatch", Watch)
     answer, watches = watched(Base().eval(), candidate, Canary(1e-4, spacing=3)), []
     for _ in range(8):
         assert answer().fault is None

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from steadytorch.errors import PlanError, UnsupportedError, UsageError
 from steadytorch.plan.files import MAX_BYTES
-from steadytorch.plan.fingerprint import _ENVIRONMENT
+from steadytorch.plan.fingerprint import ENVIRONMENT
 from steadytorch.plan.store import Store
 from steadytorch.serve import exchange
 from steadytorch.serve.exchange import export_plans, import_plans, misfit
@@ -128,7 +128,7 @@ def test_an_import_says_which_plans_fit_and_where_others_differ(plans, exported,
     }
 
 
-@pytest.mark.parametrize("field", _ENVIRONMENT)
+@pytest.mark.parametrize("field", ENVIRONMENT)
 def test_every_field_of_the_machine_is_compared(plan, field):
     value = getattr(plan.key, field)
     other = value + 1 if isinstance(value, int) else "other"

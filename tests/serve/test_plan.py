@@ -13,7 +13,7 @@ from torch import nn
 import steadytorch
 from steadytorch.errors import UsageError
 from steadytorch.plan.fingerprint import (
-    _ENVIRONMENT,
+    ENVIRONMENT,
     trained_fingerprint,
     workload_fingerprint,
 )
@@ -132,7 +132,7 @@ def _other(value):
     return f"{value} of another kind"
 
 
-@pytest.mark.parametrize("field", _ENVIRONMENT)
+@pytest.mark.parametrize("field", ENVIRONMENT)
 def test_another_environment_runs_untouched_and_the_field_is_named(plan, model, x, field):
     old = _other(getattr(plan.key, field))
     stored = replace(plan, key=replace(plan.key, **{field: old}))
@@ -165,7 +165,7 @@ def test_a_setting_that_differs_here_is_named(plan, model, x):
 
 
 def test_many_differences_are_cut_short(plan, model, x):
-    other = {name: _other(getattr(plan.key, name)) for name in _ENVIRONMENT}
+    other = {name: _other(getattr(plan.key, name)) for name in ENVIRONMENT}
     reason = reason_untouched(replace(plan, key=replace(plan.key, **other)).apply(model), model, x)
     assert reason.count(" was ") == 4
 

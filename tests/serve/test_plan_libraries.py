@@ -20,7 +20,7 @@ from steadytorch.transforms.base import Transform
 from steadytorch.transforms.inference_mode import InferenceMode
 from steadytorch.tune.optimize import PlanSource
 from steadytorch.tune.select import SearchOptions
-from steadytorch.tune.session import Session, _agreed
+from steadytorch.tune.session import Session, agree_on_plan
 from steadytorch.workload.workload import Workload
 
 dist = pytest.importorskip("torch.distributed")
@@ -90,7 +90,7 @@ def test_a_plan_from_another_rank_is_held_to_the_versions_here(made, tmp_path, m
     def answer(rank: int, folder: Path) -> None:
         ranks, options = Ranks(rank, 2, store, deadline_s=20.0), SearchOptions()
         if ask == "tune":
-            plan = _agreed(
+            plan = agree_on_plan(
                 Session(Workload(model, x), options, store=folder), "replay", None, ranks
             )
             found[rank] = len(plan.candidate), str(plan.evidence.not_tried)

@@ -77,7 +77,7 @@ def test_what_is_no_event_is_left_out_and_counted(odd):
 
 def test_chunks_are_put_together(monkeypatch):
     whole = rows_of(trace(EVENTS))
-    monkeypatch.setattr(trace_text, "_CHUNK", 2)
+    monkeypatch.setattr(trace_text, "CHUNK", 2)
     assert rows_of(trace(EVENTS)) == whole
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
 from steadytorch.training.passes import BUFFERS, GRADIENTS, LOSS, OUTPUTS
-from steadytorch.training.reference import ROUNDING, _growth, _repeats, make_reference
+from steadytorch.training.reference import ROUNDING, growth_of, is_repeatable, make_reference
 from steadytorch.verification.verdict import OutputError
 from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.start import Start, parameters_of, with_optimizer
@@ -72,7 +72,7 @@ def test_rounding_moves_gradients_further_where_there_are_kinks():
 )
 def test_errors_of_finer_noise_follow_from_those_of_coarser(fine, coarse, expected):
     errors = dict(zip(sorted(set(ROUNDING.values())), (fine, coarse), strict=True))
-    assert fine * _growth(errors, 2.0**-20) == pytest.approx(expected)
+    assert fine * growth_of(errors, 2.0**-20) == pytest.approx(expected)
 
 
 def _parts(error):
@@ -96,7 +96,7 @@ def test_a_step_repeats_itself_within_rounding(noise, explained, precise, repeat
         assert precise is not None
         return _parts(precise)
 
-    assert _repeats(_parts(noise), _parts(explained), again) is repeats
+    assert is_repeatable(_parts(noise), _parts(explained), again) is repeats
 
 
 def test_every_other_set_is_of_other_weights():

@@ -40,5 +40,5 @@ def chooser(patch: pytest.MonkeyPatch, folder: Path) -> ConvHandler:
     patch.setattr(choose_all, "choose", chosen)
     patch.setattr(frontend, "version", lambda: 91900)
     patch.setattr(conv, "is_cold", lambda counts, device: False)
-    patch.setattr(conv, "_rates", lambda problem, device: (1.0, 1.0))
+    patch.setattr(conv, "machine_rates", lambda problem, device: (1.0, 1.0))
     return loaded(workload(), folder)

@@ -52,14 +52,14 @@ class Clock:
 
     def __init__(self, monkeypatch, times, unfit=(), idle=(), usual=""):
         self.times = times
-        monkeypatch.setattr(stem, "_on_device", lambda calls: True)
+        monkeypatch.setattr(stem, "on_device", lambda calls: True)
         monkeypatch.setattr(
             stem,
-            "_program",
+            "prepared_program",
             lambda call, name: None if name in unfit else program(name or usual, name in idle),
         )
-        monkeypatch.setattr(stem, "_arm", lambda name, calls: name)
-        monkeypatch.setattr(stem, "_timed", lambda names, calls, stop: self.medians(names))
+        monkeypatch.setattr(stem, "make_arm", lambda name, calls: name)
+        monkeypatch.setattr(stem, "time_arms", lambda names, calls, stop: self.medians(names))
         self.asked = []
 
     def medians(self, names):
@@ -109,12 +109,12 @@ def test_one_that_cannot_be_timed_is_not_chosen(monkeypatch):
         sound = SimpleNamespace(found=Measured(SECOND), times_ns=[7.0, 9.0, 8.0])
         return own({FIRST: broken, SECOND: sound}, calls, stop)
 
-    own, raced = stem._timed, []
+    own, raced = stem.time_arms, []
     Clock(monkeypatch, {})
     monkeypatch.setattr(stem, "Flush", lambda device, tensor: None)
     monkeypatch.setattr(stem, "record_all", lambda arms: [a for a in arms if not a.found.excluded])
     monkeypatch.setattr(stem, "take_rounds", lambda arms, *rest: raced.extend(arms))
-    monkeypatch.setattr(stem, "_timed", timed)
+    monkeypatch.setattr(stem, "time_arms", timed)
     assert fastest([CALL], lambda: False) == SECOND
     assert [arm.found.choice for arm in raced] == [SECOND]
 

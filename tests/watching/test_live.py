@@ -11,7 +11,7 @@ import pytest
 from steadytorch.watching import live
 from steadytorch.watching.clock import StepClock
 from steadytorch.watching.live import LiveLine
-from steadytorch.watching.watch import _on_terminal
+from steadytorch.watching.watch import on_terminal
 
 WIDTH, HEIGHT = 80, 6
 
@@ -122,6 +122,6 @@ def test_a_print_without_an_end_of_line_continues_where_it_was(row, monkeypatch)
 def test_a_terminal_that_cannot_move_its_cursor_has_no_live_line(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("TERM", "xterm")
-    assert _on_terminal()
+    assert on_terminal()
     monkeypatch.setenv("TERM", "dumb")
-    assert not _on_terminal()
+    assert not on_terminal()

@@ -8,7 +8,7 @@ import torch
 
 from steadytorch.findings.watched_steps import SteppedOptimizer
 from steadytorch.watching.clock import StepClock
-from steadytorch.watching.process import ProcessSampler, _run_and_wait_ns
+from steadytorch.watching.process import ProcessSampler, run_and_wait_ns
 from steadytorch.watching.stacks import StackSampler
 
 
@@ -29,8 +29,8 @@ def test_a_busy_thread_is_seen_with_its_line_before_an_idle_one():
     lines = StackSampler(StepClock())
     try:
         sampler.look(lines._line)
-        first = _run_and_wait_ns(busy.native_id)
-        while _run_and_wait_ns(busy.native_id)[0] - first[0] < 20_000_000:
+        first = run_and_wait_ns(busy.native_id)
+        while run_and_wait_ns(busy.native_id)[0] - first[0] < 20_000_000:
             stop.wait(0.01)
         sampler._looked_ns = 0
         sampler.look(lines._line)

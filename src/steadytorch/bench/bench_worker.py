@@ -254,7 +254,7 @@ class WorkloadHandler:
                 clocks.extend(counted)
                 gaps.extend(apart)
                 spent = (time.perf_counter_ns() - start) * 1e-9
-                ended = not whole and _resolved(durations, spent / seconds)
+                ended = not whole and is_resolved(durations, spent / seconds)
                 stopped = (self.directory / STOP).exists()
         series = Series(
             durations_ns=durations,
@@ -278,7 +278,7 @@ class WorkloadHandler:
         """The next stretch of a series: start, times, host times, and the error that ended it."""
         # Mean, not median: a few long samples may take most of the time.
         expected_ns = float(np.mean(durations)) if durations else float(self.iteration_ns)
-        count = _next_count(len(durations), expected_ns * self.group, seconds_left)
+        count = next_count(len(durations), expected_ns * self.group, seconds_left)
         # The device's queue is empty after each break; discard the periods that fill it.
         before = DISCARD if metric == "period" and self.workload.device.type == "cuda" else 0
         began, failed = time.perf_counter_ns(), None
@@ -312,14 +312,14 @@ class WorkloadHandler:
         return 0
 
 
-def _next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
+def next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
     """Samples up to the next planned look, limited by the time left and `CHUNK_NS`."""
     target = next((look for look in LOOKS if look > taken), taken + LOOKS[-1])
     affordable = int(min(seconds_left * 1e9, CHUNK_NS) / max(sample_ns, 1.0)) + 1
     return max(1, min(target - taken if taken else FIRST_COUNT, affordable))
 
 
-def _resolved(durations: list[int], share_spent: float) -> bool:
+def is_resolved(durations: list[int], share_spent: float) -> bool:
     """Whether a steady series has a precise median, and enough samples for p99 or half its time."""
     if len(durations) not in LOOKS or (len(durations) < ENOUGH_FOR_P99 and share_spent < 0.5):
         return False

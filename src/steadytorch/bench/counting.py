@@ -40,7 +40,7 @@ def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterat
     if sample_ns < COUNTED_FROM_NS:
         yield f"an iteration is shorter than {COUNTED_FROM_NS * 1e-6} ms"
         return
-    counter = _counter(device)
+    counter = counter_of(device)
     sampler.counter = None if isinstance(counter, str) else counter
     sampler.typical_ns = sample_ns  # the sampler may have timed another step before
     try:
@@ -50,7 +50,7 @@ def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterat
 
 
 @cache
-def _counter(device: torch.device) -> CycleCounter | str:
+def counter_of(device: torch.device) -> CycleCounter | str:
     """This process's cycle counter for a device, or the reason why there is none."""
     try:
         blocks = torch.cuda.get_device_properties(device).multi_processor_count

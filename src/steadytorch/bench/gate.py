@@ -126,7 +126,7 @@ def gate(
         places = at_the_end.enter_context(
             _places(repository, commits, start, scratch, base, base_env, install, progress)
         )
-        race = _Race(places, repository.root, target, metric, shape, scratch)
+        race = Race(places, repository.root, target, metric, shape, scratch)
         arms = [_Arm(given, name) for given, name in zip(workloads, names, strict=True)]
         looks = _looks(processes)
         alpha = ALPHA / (len(arms) * len(looks))
@@ -248,7 +248,7 @@ def _places(
         yield _Place("base", base_tree, one), _Place("head", root, other)
 
 
-class _Ended(Exception):  # noqa: N818 - an outcome, not an error
+class Ended(Exception):  # noqa: N818 - an outcome, not an error
     """A workload cannot be judged.
 
     Attributes:
@@ -271,7 +271,7 @@ class _Arm:
     def __init__(self, given: str, name: str) -> None:
         self.given, self.name = given, name
         self.taken: list[list[tuple[float, float]]] = []
-        self.ended: _Ended | None = None
+        self.ended: Ended | None = None
         self.is_decided = False
 
     @property
@@ -316,7 +316,8 @@ class _Arm:
         )
 
 
-def _pair_count(pair_ns: float) -> int:
+def pair_count(pair_ns: float) -> int:
+    """Number of pairs of blocks to time, given the time of one pair in ns."""
     return int(min(MOST_PAIRS, max(LEAST_PAIRS, TIMED_NS // pair_ns)))
 
 
@@ -330,7 +331,7 @@ def _verdict(low: float | None, high: float | None, threshold: float) -> str:
     return "tie" if -threshold <= low and high <= threshold else "undecided"
 
 
-class _Race(NamedTuple):
+class Race(NamedTuple):
     """What all processes of a gate share.
 
     Attributes:
@@ -361,7 +362,7 @@ class _Race(NamedTuple):
                 workers.append(self._started(place, number))
             self._load(arm, workers)
             arm.taken.append(self._pairs(workers, rng))
-        except _Ended as ended:
+        except Ended as ended:
             arm.ended = ended
         finally:
             for worker in workers:
@@ -374,13 +375,13 @@ class _Race(NamedTuple):
         except OSError as error:
             python = place.interpreter.python
             why = error.strerror or one_line(error)
-            raise _Ended("failed", f"the {place.name}'s {python} cannot start: {why}") from error
+            raise Ended("failed", f"the {place.name}'s {python} cannot start: {why}") from error
 
     def _load(self, arm: _Arm, workers: Sequence[Worker]) -> None:
         """Loads both sides at the same time, since nothing is timed yet.
 
         Raises:
-            _Ended: the workload is missing on a side, or fails there.
+            Ended: the workload is missing on a side, or fails there.
             UsageError: it exists on neither side.
         """
         for place, worker in zip(self.places, workers, strict=True):
@@ -400,12 +401,12 @@ class _Race(NamedTuple):
         if base and head:
             raise UsageError(f"{arm.given} exists on neither side: {replies[1].reason}")
         if base:
-            raise _Ended("added", "it exists on the head only")
+            raise Ended("added", "it exists on the head only")
         if head:
-            raise _Ended("removed", "it exists on the base only")
+            raise Ended("removed", "it exists on the base only")
         for place, reply in zip(self.places, replies, strict=True):
             if reply.status == STRAY:
-                raise _Ended(
+                raise Ended(
                     "failed",
                     f"the {place.name} cannot be kept apart: {reply.reason}; use --install",
                 )
@@ -423,14 +424,14 @@ class _Race(NamedTuple):
             times = partial(workers[i].call, "block", deadline_s, metric=self.metric, count=count)
             return float(np.median(self._of(i, times)))
 
-        pairs = _pair_count(2 * count * longest)
+        pairs = pair_count(2 * count * longest)
         return compare(partial(block, 0), partial(block, 1), rng=rng, looks=(pairs,))[1]
 
     def _of(self, i: int, ask: Callable[[], Any]) -> Any:
         """Asks a side's worker; a fault names the side.
 
         Raises:
-            _Ended: the worker failed.
+            Ended: the worker failed.
         """
         try:
             return ask()
@@ -439,11 +440,11 @@ class _Race(NamedTuple):
             reason = fault.reason
             if fault.fault is Fault.EXIT and fault.detail:  # Python itself could not start it
                 reason = f"{reason}: {fault.detail.splitlines()[-1][:200]}"
-            raise _Ended("failed", f"it fails on the {place.name}: {reason}") from fault
+            raise Ended("failed", f"it fails on the {place.name}: {reason}") from fault
 
 
 def _run(
-    race: _Race,
+    race: Race,
     arms: Sequence[_Arm],
     looks: Sequence[int],
     alpha: float,

@@ -22,7 +22,7 @@ from steadytorch.report.text import plain, printable_anywhere
 INTERRUPTED = 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_COMMANDS = {
+COMMANDS = {
     "demo": "explain and tune a bundled ResNet-50; downloads nothing",
     "measure": "measure how fast and how steady a workload runs",
     "run": "run a script unchanged; say where its time goes",
@@ -36,6 +36,7 @@ _COMMANDS = {
     "report": "turn a saved result into one offline HTML page",
     "doctor": "check this machine: versions, device, noise, limits",
 }
+"""Each command with its line of help, in the order in which a new user needs them."""
 
 
 class LazyGroup(click.Group):
@@ -43,18 +44,18 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands, in the order in which a new user needs them."""
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a command."""
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
         return getattr(import_module(f"steadytorch.cli.{cmd_name}"), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the table of commands and their descriptions."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(
@@ -85,7 +86,7 @@ def _show(error: click.ClickException) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its code. Expected errors print one line."""
-    with _ended_once(), printable_anywhere():
+    with ended_once(), printable_anywhere():
         _main(arguments)
 
 
@@ -98,7 +99,7 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def _ended_once() -> Iterator[None]:
+def ended_once() -> Iterator[None]:
     """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
 
     Signals that were ignored before stay ignored, for `nohup`.

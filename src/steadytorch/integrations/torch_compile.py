@@ -72,16 +72,17 @@ def steady(
     except Exception as error:
         log.warning("running a graph as captured: %s", one_line(error))
         return graph.forward
-    _graphs.add(captured)
+    GRAPHS.add(captured)
     return captured.run
 
 
 def reports() -> list[Report]:
     """Reports of the graphs that this process compiled and still holds, as `fast.report()`."""
-    return [graph.report() for graph in sorted(_graphs, key=lambda graph: graph.number)]
+    return [graph.report() for graph in sorted(GRAPHS, key=lambda graph: graph.number)]
 
 
-_graphs: WeakSet[CapturedGraph] = WeakSet()
+GRAPHS: WeakSet[CapturedGraph] = WeakSet()
+"""Graphs that this process compiled and still holds."""
 
 
 class CapturedGraph:

@@ -90,7 +90,10 @@ def _has_changed(segment: np.ndarray, level: float) -> bool:
         below = int((after[:, None] < before).sum())
         extreme, most = max(above, below), len(before) * count
         # Levels below 1e-4 need nearly separate groups, and the exact tail takes time.
-        if extreme > 0.75 * most and 2 * _tail(len(before), count, extreme) <= share * level:
+        if (
+            extreme > 0.75 * most
+            and 2 * rank_sum_tail(len(before), count, extreme) <= share * level
+        ):
             return True
     return False
 
@@ -150,7 +153,7 @@ def shift(
     differences = np.sort((after[:, None] - before).ravel())
     cut, half = 0, (1 - confidence) / 2
     while cut + 1 < len(differences) // 2 and (
-        _tail(len(before), len(after), len(differences) - cut - 1) <= half
+        rank_sum_tail(len(before), len(after), len(differences) - cut - 1) <= half
     ):
         cut += 1
     return (
@@ -160,14 +163,14 @@ def shift(
     )
 
 
-def _tail(before: int, after: int, statistic: int) -> float:
+def rank_sum_tail(before: int, after: int, statistic: int) -> float:
     """P(U >= statistic) without ties, for U the number of pairs with the later value larger."""
-    counts = _counts(*sorted((before, after)))
+    counts = rank_sum_counts(*sorted((before, after)))
     return sum(counts[statistic:]) / sum(counts)
 
 
 @lru_cache(maxsize=1024)
-def _counts(fewer: int, more: int) -> list[int]:
+def rank_sum_counts(fewer: int, more: int) -> list[int]:
     """Number of orders with each value of U: coefficients of the Gaussian binomial."""
     counts = [1] + [0] * (fewer * more)
     for i in range(1, fewer + 1):

@@ -128,7 +128,7 @@ def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float,
 
 
 @lru_cache(maxsize=256)
-def _signed_rank_cdf(pairs: int) -> np.ndarray:
+def signed_rank_cdf(pairs: int) -> np.ndarray:
     """Return P(W <= w) of the signed-rank statistic without ties, for w = 0 .. n(n+1)/2."""
     counts = np.zeros(pairs * (pairs + 1) // 2 + 1)
     counts[0] = 1.0
@@ -169,7 +169,7 @@ def signed_rank_cut(pairs: int, alpha: float) -> int | None:
     """Return how many Walsh averages to cut at each end; None with too few pairs."""
     if pairs == 0:
         return None
-    cut = int(np.searchsorted(_signed_rank_cdf(pairs), alpha / 2, side="right")) - 1
+    cut = int(np.searchsorted(signed_rank_cdf(pairs), alpha / 2, side="right")) - 1
     return cut if cut >= 0 else None
 
 

@@ -26,7 +26,7 @@ RULES_VERSION = 4
 Version and objective fix how a plan was measured: blocks, looks, error rate and tie band are
 constants of a version, and a test checks this."""
 
-_ENVIRONMENT = (
+ENVIRONMENT = (
     "device",
     "device_name",
     "compute_capability",
@@ -41,6 +41,7 @@ _ENVIRONMENT = (
     "driver",
     "rules",
 )
+"""Fields of a key that describe the machine and its software."""
 
 _TENSOR = re.compile(
     r"\[(?P<shape>[\d, ]*)\] (?P<dtype>\w+) strides (?P<strides>.*) on (?P<device>\w+)"
@@ -134,7 +135,7 @@ class Key(
     @property
     def environment_digest(self) -> str:
         """SHA-256 of the fields that describe the machine and its software."""
-        return _sha256_of({name: getattr(self, name) for name in _ENVIRONMENT})
+        return _sha256_of({name: getattr(self, name) for name in ENVIRONMENT})
 
 
 def make_key(
@@ -196,7 +197,7 @@ def in_environment(key: Key, facts: DeviceFacts) -> Key:
 def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
     own: dict[str, Any] = {"device_name": facts.name, "rules": RULES_VERSION}
     own |= {"cores_logical": None} if facts.device == "cuda" else {}
-    return own | {name: getattr(facts, name) for name in _ENVIRONMENT if name not in own}
+    return own | {name: getattr(facts, name) for name in ENVIRONMENT if name not in own}
 
 
 def differing_fields(old: Key, new: Key) -> list[Difference]:

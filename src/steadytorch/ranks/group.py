@@ -72,7 +72,8 @@ def ranks_of(group: Any = None, agree: bool = True) -> Ranks | None:
     if group is not None:
         members = ",".join(map(str, dist.get_process_group_ranks(group)))
         name = f"{_PREFIX}/{hashlib.sha256(members.encode()).hexdigest()[:16]}"
-    return Ranks(dist.get_rank(group), size, _get_default_store(), name, _deadline_s())
+    deadline_s = deadline_from_environment()
+    return Ranks(dist.get_rank(group), size, _get_default_store(), name, deadline_s)
 
 
 def collective_in(model: nn.Module) -> str | None:
@@ -94,7 +95,12 @@ def collective_in(model: nn.Module) -> str | None:
     return None
 
 
-def _deadline_s() -> float:
+def deadline_from_environment() -> float:
+    """The deadline in seconds that the environment variable `DEADLINE` sets, or the default.
+
+    Raises:
+        UsageError: the variable is not a positive number.
+    """
     text = os.environ.get(DEADLINE, "")
     try:
         seconds = float(text) if text else DEADLINE_S

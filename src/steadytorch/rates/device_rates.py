@@ -72,13 +72,14 @@ def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
     facts = load_facts(device)
     path = _path(device, facts)
     known = _read(path) or _Kept(Rates(device=facts.name or device))
-    kept = _improved(known, device, _wanted(facts, dtypes))
+    kept = _improved(known, device, types_to_measure(facts, dtypes))
     if path is not None and kept.occasions != known.occasions:
         _write(path, kept)
     return kept.rates
 
 
-def _wanted(facts: DeviceFacts, dtypes: Sequence[str]) -> list[str]:
+def types_to_measure(facts: DeviceFacts, dtypes: Sequence[str]) -> list[str]:
+    """The types without duplicates, and tf32 beside float32 on GPUs that have it."""
     wanted = list(dict.fromkeys(dtypes))
     major = int((facts.compute_capability or "0").partition(".")[0])
     if "float32" in wanted and major >= _TF32_CAPABILITY:
@@ -96,7 +97,7 @@ def _improved(known: _Kept, device: str, wanted: list[str]) -> _Kept:
         if occasions.get(name, 0) >= OCCASIONS:
             continue
         try:
-            rate = copy_bandwidth(device) if name == COPY else _matrix_rate(device, name)
+            rate = copy_bandwidth(device) if name == COPY else rate_of(device, name)
         except UnsupportedError as error:
             unknown[name] = str(error)
         else:
@@ -111,7 +112,8 @@ def _improved(known: _Kept, device: str, wanted: list[str]) -> _Kept:
     return _Kept(rates, occasions)
 
 
-def _matrix_rate(device: str, dtype: str) -> float:
+def rate_of(device: str, dtype: str) -> float:
+    """The matrix rate of a type in FLOP/s; float32 on a GPU is measured without TF32."""
     if parse_device(device)[0] == "cpu" or dtype not in ("float32", "tf32"):
         return matrix_rate(device, dtype)
     import torch

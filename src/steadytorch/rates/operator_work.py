@@ -13,7 +13,8 @@ WRAPPERS = frozenset({*WRAPPED_PRODUCTS, *WRAPPED_PASSES})
 MATRIX = frozenset({*PRODUCTS, *WRAPPED_PRODUCTS})
 """Products: operators that can use tensor cores."""
 
-_FORMULAS = PRODUCTS | WRAPPED_PRODUCTS | PASSES | WRAPPED_PASSES
+FORMULAS = PRODUCTS | WRAPPED_PRODUCTS | PASSES | WRAPPED_PASSES
+"""All formulas by name of the operator."""
 
 
 class Work(NamedTuple):
@@ -39,7 +40,7 @@ def work_of(name: str, inputs: dict[str, Any] | None) -> Work | None:
         name: name of the operator, such as "aten::addmm".
         inputs: an entry of `Trace.inputs`.
     """
-    formula = generated if name.startswith(GENERATED) else _FORMULAS.get(name)
+    formula = generated if name.startswith(GENERATED) else FORMULAS.get(name)
     if formula is None or inputs is None:
         return None
     given = Operands(inputs)

@@ -8,7 +8,7 @@ from statistics import median
 
 from steadytorch.report.text import duration
 
-_BARS = " ▁▂▃▄▅▆▇█"
+BARS = " ▁▂▃▄▅▆▇█"
 
 
 def timeline(samples_ns: Sequence[float], width: int = 60) -> str:
@@ -21,7 +21,7 @@ def timeline(samples_ns: Sequence[float], width: int = 60) -> str:
     columns = [median(part) for part in _parts(samples_ns, width)]
     low, high = min(columns), max(columns)
     reach = (high - low) or 1.0
-    return "".join(_BARS[1 + round((value - low) / reach * (len(_BARS) - 2))] for value in columns)
+    return "".join(BARS[1 + round((value - low) / reach * (len(BARS) - 2))] for value in columns)
 
 
 def timeline_scale(samples_ns: Sequence[float], width: int = 60) -> tuple[float, float]:

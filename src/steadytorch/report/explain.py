@@ -264,7 +264,7 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
     if not result.abstained:
         return
     if not everything:
-        _say(console, plain(_untold(result.abstained)), "dim")
+        _say(console, plain(untold(result.abstained)), "dim")
         return
     console.print(Text("Could not tell", "bold"))
     for (why, recapture), rules in by_reason(result.abstained).items():
@@ -281,7 +281,7 @@ def doubts(result: Explanation) -> Iterator[str]:
     yield from result.problems
 
 
-def _untold(abstained: Sequence[Abstention]) -> str:
+def untold(abstained: Sequence[Abstention]) -> str:
     """The rules that lacked data, in a line; rules about a GPU count as one entry."""
     others = [a.rule for a in abstained if not a.why.startswith(NO_GPU_EVENTS)]
     left_out = len(abstained) - len(others)

@@ -113,7 +113,7 @@ def _page(sources: Sequence[_Source], embed: bool) -> str:
         )
     sides = ("a-", "b-") if len(sources) > 1 else ("",)
     parts = [_part(*each, kinds[0]) for each in zip(sources, sides, strict=True)]
-    draws, script = any(part.draws for part in parts), _source("page.js")
+    draws, script = any(part.draws for part in parts), template_source("page.js")
     allowed = [f"'sha256-{script_hash(script)}'"]
     if draws:
         # What the page's own script loads is allowed; a file: page cannot check a file's hash.
@@ -129,7 +129,7 @@ def _page(sources: Sequence[_Source], embed: bool) -> str:
             plotly=plotly_name() if draws else "",
             packed=plotly_packed() if draws and embed else "",
             script=script,
-            style=_source("page.css"),
+            style=template_source("page.css"),
         )
     )
 
@@ -238,5 +238,6 @@ def _templates() -> jinja2.Environment:
 
 
 @cache
-def _source(name: str) -> str:
+def template_source(name: str) -> str:
+    """The text of a file among the templates."""
     return (Path(__file__).parent / "templates" / name).read_text("utf-8")

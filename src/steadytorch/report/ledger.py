@@ -13,7 +13,7 @@ from steadytorch.results.explain import Explanation
 _MOST_SLICES = 8
 _LEAST_SHARE = 0.005
 """The bar adds up smaller slices."""
-_FILLS = "█▓▒░#=+:-"
+FILLS = "█▓▒░#=+:-"
 _COLOURS = ("blue", "cyan", "magenta", "green", "red", "yellow", "bright_blue", "white", "dim")
 _NAMES = {
     "gpu_kernel": "kernels",
@@ -73,11 +73,11 @@ def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICE
     console.print(Text("Where a step goes", "bold"))
     bar = Text()
     for place, columns in enumerate(_columns([t for _, t in slices], console.width - 2)):
-        bar.append(_FILLS[place] * columns, _COLOURS[place])
+        bar.append(FILLS[place] * columns, _COLOURS[place])
     print_indented(console, bar)
     for place, (label, time_ns) in enumerate(slices):
         line = Text.assemble(
-            (_FILLS[place], _COLOURS[place]),
+            (FILLS[place], _COLOURS[place]),
             f" {label:<26}{share(time_ns, total):>7}  {duration(time_ns):>10}",
         )
         print_indented(console, line)

@@ -36,7 +36,7 @@ class Repository(NamedTuple):
             UsageError: the folder is in no working tree.
             UnsupportedError: git is not installed.
         """
-        done = _git(folder, "rev-parse", "--show-toplevel")
+        done = run_git(folder, "rev-parse", "--show-toplevel")
         if done.returncode or not done.stdout.strip():
             why = _reason(done) or "it has no working tree"
             raise UsageError(f"{folder} is not in a git repository ({why}): start in one")
@@ -49,9 +49,9 @@ class Repository(NamedTuple):
             UsageError: the revision does not exist here.
         """
         asked = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-        done = _git(self.root, *asked)
+        done = run_git(self.root, *asked)
         if done.returncode:
-            shallow = _git(self.root, "rev-parse", "--is-shallow-repository").stdout.strip()
+            shallow = run_git(self.root, "rev-parse", "--is-shallow-repository").stdout.strip()
             fix = (
                 "this clone is shallow, so fetch more history"
                 if shallow == "true"
@@ -87,7 +87,7 @@ class Repository(NamedTuple):
         above = Path(tempfile.mkdtemp(prefix="steadytorch-"))
         tree = above / name
         try:
-            done = _git(
+            done = run_git(
                 self.root, *_QUIET, "worktree", "add", "--detach", "--quiet", str(tree), commit
             )
             if done.returncode:
@@ -95,9 +95,9 @@ class Repository(NamedTuple):
             yield tree.resolve()
         finally:
             # Twice --force: git locks a worktree while it is made.
-            _git(self.root, "worktree", "remove", "--force", "--force", str(tree))
+            run_git(self.root, "worktree", "remove", "--force", "--force", str(tree))
             shutil.rmtree(above, ignore_errors=True)
-            _git(self.root, "worktree", "prune")
+            run_git(self.root, "worktree", "prune")
 
     def copy_onto(self, tree: Path) -> None:
         """Makes a worktree of HEAD equal to the working tree, untracked files included."""
@@ -112,13 +112,18 @@ class Repository(NamedTuple):
             shutil.copy2(ours, theirs, follow_symlinks=False)
 
     def _must(self, *arguments: str) -> str:
-        done = _git(self.root, *arguments)
+        done = run_git(self.root, *arguments)
         if done.returncode:
             raise UsageError(f"git {arguments[0]} fails in {self.root}: {_reason(done)}")
         return done.stdout
 
 
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs git in a folder; a failure shows in the return code.
+
+    Raises:
+        UnsupportedError: git is not installed.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _HOOK_VARIABLES}
     try:
         return subprocess.run(

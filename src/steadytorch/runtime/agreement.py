@@ -45,7 +45,7 @@ SIZES = (0.5, 2.0)
 to bf16 changed norms by factors of 0.7 to 1.3 where the direction was lost altogether."""
 SIZED = 1e-3
 """Tensors with less than this share of the total norm are not checked."""
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 """Elements compared at once: 100 MB of float64 temporaries."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -177,7 +177,7 @@ def _value_fault(out: torch.Tensor, ref: torch.Tensor, bound: float) -> str | No
 def _norms(out: torch.Tensor, ref: torch.Tensor) -> list[float]:
     """L2 norm and largest magnitude of the difference, then of the reference; synchronises once."""
     rows = []
-    for a, b in zip(out.split(_CHUNK), ref.split(_CHUNK), strict=True):
+    for a, b in zip(out.split(CHUNK), ref.split(CHUNK), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
         # NaN against a number, or infinity against anything else, counts as infinitely far.
         delta = torch.where(same, 0.0, a.double() - b.double())

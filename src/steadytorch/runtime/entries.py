@@ -43,7 +43,8 @@ NOT_APPLIED = "the plan could not be applied"
 RESOLVING = "another thread is looking up its plan"
 TAKEN = "another thread is building or checking an executor"
 BUILDING = "another thread is building its executor"
-_PENDING = (RESOLVING, TAKEN, BUILDING)
+PENDING = (RESOLVING, TAKEN, BUILDING)
+"""Reasons that hold only while another thread is at work."""
 MOST_REMEMBERED = 1000
 """Limit on remembered signatures without an executor, and on distinct warnings."""
 _PADDED = Resolution(None, "its inputs are padded")
@@ -175,7 +176,7 @@ class Entries:
             self._resolve_for(entry, context)
         if entry.reason == TAKEN:
             self._build_in_turn(whole, entry, args, kwargs)
-        if entry.reason not in _PENDING:
+        if entry.reason not in PENDING:
             with self._lock:
                 if self._by_signature.get(whole) is entry:
                     self.found[key] = entry
@@ -392,7 +393,7 @@ class Entries:
         # Bounds memory for inputs that never repeat. Drops 10 % at once, as each scan is slow.
         if len(self._by_signature) >= MOST_REMEMBERED:
             entries = self._by_signature.values()
-            idle = [e for e in entries if e.executor is None and e.reason not in _PENDING]
+            idle = [e for e in entries if e.executor is None and e.reason not in PENDING]
             gone = set(map(id, idle[: max(1, MOST_REMEMBERED // 10)]))
             if len(idle) >= MOST_REMEMBERED:
                 self._drop(lambda other: id(other) in gone)

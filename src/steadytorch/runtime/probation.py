@@ -41,7 +41,7 @@ class WatchedAnswer(NamedTuple):
     finding: Verdict | None = None
 
 
-class _Watch:
+class StateWatch:
     """Detects state that calls leave behind in a model and its copies.
 
     Random numbers are checked at the first call only, because draws of other threads look the same.
@@ -56,11 +56,13 @@ class _Watch:
         self._draws = Draws(device) if is_first else None
 
     def fault(self) -> str | None:
+        """Why the executor must not be called again; None if the calls left nothing behind."""
         if self._state.changed():
             return WRITES if self._weights.rewritten() else KEEPS_STATE
         return DRAWS if self._draws is not None and self._draws.happened() else None
 
     def undo(self) -> None:
+        """Restores the state and the random numbers found at the start."""
         self._state.restore()
         if self._draws is not None:
             self._draws.undo()
@@ -187,9 +189,9 @@ class CanaryProbation:
     def _rewritten(self, versions: list[int] | None) -> bool:
         return self._weights.rewritten() if versions is None else self._versions() != versions
 
-    def _watching(self) -> _Watch:
+    def _watching(self) -> StateWatch:
         is_first, self._is_first = self._is_first, False
-        return _Watch(*self._watched, is_first)
+        return StateWatch(*self._watched, is_first)
 
 
 class _Sides:
@@ -212,14 +214,14 @@ class _Sides:
         self,
         run_tuned: Run,
         run_untouched: Run,
-        watching: Callable[[], _Watch],
+        watching: Callable[[], StateWatch],
         fault: str | None,
         is_callers: Callable[[Exception], bool],
     ) -> None:
         self._is_callers = is_callers
         self._run_tuned, self._run_untouched, self._watching = run_tuned, run_untouched, watching
         self.fault = fault
-        self.watch: _Watch | None = None
+        self.watch: StateWatch | None = None
         self.ran: list[str] = []
         self.of_model: list[Any] = []
 

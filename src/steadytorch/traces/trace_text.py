@@ -22,7 +22,7 @@ MOST_BYTES = 2 << 30
 _BLOCK = 4 << 20
 _GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
-_CHUNK = 20_000
+CHUNK = 20_000
 """Events decoded at a time; more take memory and are hardly faster."""
 _POSITION = re.compile(r" \(byte (\d+)\)")
 _TRUNCATED = "Input data was truncated"
@@ -50,8 +50,8 @@ class TraceText(NamedTuple):
 
     def events(self) -> Iterator[list[RawEvent]]:
         """Yield the events in chunks; elements that are not events are left out."""
-        for start in range(0, len(self.elements), _CHUNK):
-            chunk = self.elements[start : start + _CHUNK]
+        for start in range(0, len(self.elements), CHUNK):
+            chunk = self.elements[start : start + CHUNK]
             try:
                 yield _EVENTS.decode(b"[" + b",".join(map(bytes, chunk)) + b"]")
             except (msgspec.ValidationError, UnicodeDecodeError):

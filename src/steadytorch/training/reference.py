@@ -99,7 +99,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
     explained, rounding = _explained(workload, seed, start, sets, right, errors, draws)
     noise = errors_of(again, _right(own[0], workload))
-    repeats = _repeats(
+    repeats = is_repeatable(
         noise, explained["same"], lambda: errors_of(higher.take(0, sets[0]), right[0])
     )
     finite = all(found.is_finite() for found in own)
@@ -188,7 +188,7 @@ def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: 
     return _Higher(runs, take, precision, problem)
 
 
-def _repeats(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
+def is_repeatable(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
     """Whether the workload is deterministic up to rounding.
 
     As for inference, a random workload is as far from its reference as from itself. Only noise in
@@ -268,7 +268,7 @@ def _explained(
     own = OWN_ROUNDING.get(workload.dtype, ROUNDING["bf16"])
     found = {size: noisy(size) for size in {own, *COARSER}}
     fine, coarse = (found[size][0][GRADIENTS] for size in (min(COARSER), max(COARSER)))
-    growth = _growth({min(COARSER): fine.relative_l2, max(COARSER): coarse.relative_l2}, own)
+    growth = growth_of({min(COARSER): fine.relative_l2, max(COARSER): coarse.relative_l2}, own)
     most = OutputError(fine.relative_l2 * growth, fine.relative_max * growth)
     same = _worst_parts([*errors, found[own][0]])
     same[GRADIENTS] = worst([same[GRADIENTS], most])
@@ -281,7 +281,7 @@ def _explained(
     return {"same": same, **lower}, rounding
 
 
-def _growth(errors: Mapping[float, float], size: float) -> float:
+def growth_of(errors: Mapping[float, float], size: float) -> float:
     """The error of gradients at another noise, as a multiple of that at the finer of two.
 
     In float32 only a few values in millions cross a kink, and one can cause most of the error, so a

@@ -72,7 +72,7 @@ class ConvHandler(WorkloadHandler):
         found = (problems_in_training if training else problems_in)(self.workload, specs)
         counts = {problem: len(names) for problem, names in found.problems.items()}
         # Before engines run: a failing engine may leave the device unusable.
-        rates = _rates(next(iter(counts), None), str(device))
+        rates = machine_rates(next(iter(counts), None), str(device))
         torch.cuda.empty_cache()
         cold = is_cold(counts, device)
         asked = msgspec.structs.replace(
@@ -138,7 +138,7 @@ def problems_in_training(workload: Workload, prefix: Sequence[TransformSpec]) ->
     return FoundProblems(recorder.found, recorder.left_out)
 
 
-def _rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
+def machine_rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
     """Measured operations and bytes per second of this machine."""
     dtype = torch.float32 if problem is None else DTYPES[problem.number]
     return matrix_rate(device, dtype), copy_bandwidth(device)

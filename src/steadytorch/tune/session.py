@@ -538,13 +538,15 @@ def tune(
     if ranks is None:
         plan = session.find_or_search(mode, watcher)
     else:
-        plan = _agreed(session, mode, watcher, ranks)
+        plan = agree_on_plan(session, mode, watcher, ranks)
     if bundle:
         session.keep_bundle(plan)
     return plan
 
 
-def _agreed(session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks) -> Plan:
+def agree_on_plan(
+    session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks
+) -> Plan:
     """One plan on all ranks; the leader searches if none has a plan."""
     plan = None if mode == "tune" else session.look_up()[0]
 

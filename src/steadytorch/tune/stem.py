@@ -83,23 +83,23 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
     Returns:
         Its name; "" if it is the default for these sizes, or if no configuration fits.
     """
-    if not calls or not _on_device(calls):
+    if not calls or not on_device(calls):
         return ""
-    made = {name: [_program(call, name) for call in calls] for name in CONFIGS}
+    made = {name: [prepared_program(call, name) for call in calls] for name in CONFIGS}
     busy = {name: sum(p.busy_cores for p in found) for name, found in made.items() if all(found)}
     arms: dict[str, Arm] = {}
     for name in sorted(busy, key=busy.__getitem__, reverse=True):
         if arms and stop():
             break
-        arms[name] = _arm(name, calls)
-    medians = _timed(arms, calls, stop) if arms else {}
+        arms[name] = make_arm(name, calls)
+    medians = time_arms(arms, calls, stop) if arms else {}
     least = min(medians.values(), default=0.0) * (1 + NOISE)
     chosen = next((name for name, median in medians.items() if median <= least), "")
-    usual = {_program(call, "").config.name for call in calls} if chosen else set()
+    usual = {prepared_program(call, "").config.name for call in calls} if chosen else set()
     return "" if usual == {chosen} else chosen
 
 
-def _timed(
+def time_arms(
     arms: Mapping[str, Arm], calls: Sequence[Call], stop: Callable[[], bool]
 ) -> dict[str, float]:
     """Median time in ns of each configuration that does not raise."""
@@ -110,16 +110,20 @@ def _timed(
     return {name: float(np.median(arm.times_ns)) for name, arm in timed.items()}
 
 
-def _on_device(calls: Sequence[Call]) -> bool:
+def on_device(calls: Sequence[Call]) -> bool:
+    """Whether all calls run on a GPU."""
     return all(call[0].is_cuda for call in calls)
 
 
-def _program(call: Call, name: str) -> Any:
+def prepared_program(call: Call, name: str) -> Any:
+    """The launcher of a call under a configuration; None if PyTorch's operators would run."""
     pairs = [(size, size) if isinstance(size, int) else size for size in call[3:8]]
     return program_for(*_with([*call[:3], *pairs, call[8]], name))
 
 
-def _arm(name: str, calls: Sequence[Call]) -> Arm:
+def make_arm(name: str, calls: Sequence[Call]) -> Arm:
+    """Compiles a configuration and returns an arm that runs all calls with it."""
+
     def run() -> None:
         for call in calls:
             conv_relu_max_pool2d(*_with(call[:-1], name))

@@ -32,7 +32,7 @@ class ProcessSampler:
         self._device, self._threads = device.partition(":")[0], torch.get_num_threads()
         self._torch: Any = torch
         self._watched = threading.get_native_id()
-        self._began = time.perf_counter_ns(), _run_and_wait_ns(self._watched)
+        self._began = time.perf_counter_ns(), run_and_wait_ns(self._watched)
         self._ended = self._began
         self._samples, self._modes = 0, Counter[str]()
         self._first: dict[int, int] = {}
@@ -56,7 +56,7 @@ class ProcessSampler:
             number = thread.native_id
             if number is None or number == self._watched or thread.name.startswith(OURS):
                 continue
-            spent = _run_and_wait_ns(number)
+            spent = run_and_wait_ns(number)
             if spent is None:
                 continue
             first = self._first.setdefault(number, spent[0])
@@ -66,7 +66,7 @@ class ProcessSampler:
 
     def stop(self) -> None:
         """End the account of the watched thread; called in it."""
-        self._ended = time.perf_counter_ns(), _run_and_wait_ns(self._watched)
+        self._ended = time.perf_counter_ns(), run_and_wait_ns(self._watched)
 
     def setting(self, optimizers: Iterable[SteppedOptimizer]) -> Setting:
         """How the process is set up, and what ran in it.
@@ -108,7 +108,7 @@ class ProcessSampler:
         return sorted(found, key=lambda each: -each.busy)[:3]
 
 
-def _run_and_wait_ns(thread: int) -> tuple[int, int] | None:
+def run_and_wait_ns(thread: int) -> tuple[int, int] | None:
     """Time that a thread ran, and that it was ready to run without a core; None if unknown.
 
     Source: "Scheduler Statistics", Linux documentation.
@@ -123,7 +123,7 @@ def _run_and_wait_ns(thread: int) -> tuple[int, int] | None:
 
 def core_wait_ns(thread: int) -> int:
     """Time that a thread was ready to run without a core; 0 if unknown."""
-    found = _run_and_wait_ns(thread)
+    found = run_and_wait_ns(thread)
     return 0 if found is None else found[1]
 
 

@@ -137,7 +137,7 @@ class Watch(Generic[T]):
         self._import.install()
         _active.append(self)
         self._line, self._job = None, Job()
-        if self._live if self._live is not None else _on_terminal():
+        if self._live if self._live is not None else on_terminal():
             from steadytorch.watching.live import LiveLine
 
             self._line = LiveLine(self.clock)
@@ -258,7 +258,7 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"traces cannot be written to {folder}: no permission")
 
 
-def _on_terminal() -> bool:
+def on_terminal() -> bool:
     """Whether standard error is a terminal that moves its cursor."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
