@@ -87,6 +87,24 @@ def test_race_keeps_what_it_cannot_tell_apart():
     assert set(result.survivors) == {0, 1}
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.002, 0.01])
+def test_race_that_may_lose_a_little_ends_early_and_loses_no_more(apart):
+    lost, rounds = [], []
+    for seed in range(60):
+        arms = [_arm(1.0 + apart * k, 100 * seed + k) for k in range(3)]
+        result = race(arms, rng=Random(seed), loss=0.0025)
+        lost.append(apart * result.leader)
+        rounds.append(len(result.times[result.leader]))
+    assert np.mean(lost) < 0.0025
+    assert np.mean(rounds) < 0.6 * LOOKS[-1]
+
+
+def test_race_in_which_an_arm_dies_late_goes_on():
+    times = iter([1.0] * 10 + [float("inf")] * 50)
+    result = race([_arm(1.0, 1), lambda: next(times)], rng=Random(0), loss=0.0025)
+    assert (result.leader, result.survivors) == (0, (0,))
+
+
 def test_race_of_one_has_a_winner():
     assert race([_arm(1.0, 1)], rng=Random(0)).survivors == (0,)
 

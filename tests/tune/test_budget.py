@@ -57,10 +57,13 @@ def test_until_a_candidate_was_timed_only_the_confirmation_is_kept_back():
     assert budget.reserve_s() == pytest.approx(2 * LOOKS[0] * 0.4)
 
 
-def test_the_race_is_expected_to_be_among_candidates_as_fast_as_the_fastest():
+@pytest.mark.parametrize(
+    ("finalists", "share", "arms"), [(0, 0.1, 1), (1, 0.1, 2), (KEEP, 0.1, KEEP), (1, 0.95, 3)]
+)
+def test_the_race_is_expected_to_be_among_candidates_as_fast_as_the_fastest(finalists, share, arms):
     budget = after(0.0, 0.4)
-    budget.fastest_ns = budget.shape.iteration_ns / 10
-    race_s = LOOKS[0] * (0.4 + KEEP * 0.04)
+    budget.fastest_ns, budget.finalists = share * budget.shape.iteration_ns, finalists
+    race_s = LOOKS[0] * arms * share * 0.4
     assert budget.reserve_s() == pytest.approx(race_s + budget.confirmation_s())
 
 

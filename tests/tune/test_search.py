@@ -280,6 +280,14 @@ def test_a_candidate_that_is_clearly_behind_takes_half_a_screening(
     assert _trial(result, EAGER).samples == blocks * block_shape(options, 10 * MS).count
 
 
+@pytest.mark.parametrize(("fastest_ms", "beside"), [(9.5, True), (8, False)])
+def test_the_untouched_workload_races_only_where_it_is_near(fastest_ms, beside):
+    stage, notes = Stage(_acts(inference_mode=fastest_ms, cudnn_deterministic=fastest_ms)), Notes()
+    make_search(stage, [EAGER, DETERMINISTIC], watcher=notes).run()
+    (phase,) = [phase for phase in notes.phases if phase.startswith("final race")]
+    assert phase.endswith("and the untouched workload") == beside
+
+
 def test_the_reported_figures_come_from_blocks_taken_after_the_choice():
     stage = Stage(_acts(inference_mode=5))
 

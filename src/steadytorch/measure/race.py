@@ -16,6 +16,7 @@ import numpy as np
 from steadytorch.errors import UsageError
 from steadytorch.measure.statistics import (
     detectable,
+    hodges_lehmann,
     minimal_pairs,
     signed_rank_cut,
     signed_rank_interval,
@@ -187,6 +188,7 @@ def race(
     looks: Sequence[int] = LOOKS,
     alpha: float = ALPHA,
     tie: float = TIE,
+    loss: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> RaceResult:
     """Race the arms in randomised complete blocks; drop arms shown to be slower.
@@ -194,7 +196,8 @@ def race(
     A look drops an arm if its exact interval against the leader, at alpha / ((k - 1) looks),
     excludes zero. A look with too few rounds for an interval at that level moves to the first round
     that allows one. The race ends when one arm is left, when all survivors lie within the leader's
-    tie band, at the last look, or when `stop` returns True.
+    tie band, when the leader is good enough (`loss`), at the last look, or when `stop` returns
+    True.
 
     Args:
         arms: each runs one block and returns its time.
@@ -202,6 +205,8 @@ def race(
         looks: numbers of rounds at which arms may be dropped.
         alpha: probability of dropping the best arm, over the whole race.
         tie: half-width of the tie band as a fraction.
+        loss: the race ends at a look if choosing the leader is then expected to cost less than
+            this, as a fraction of its time.
         stop: called before each round; True ends the race with the times so far.
     """
     times: list[list[float]] = [[] for _ in arms]
@@ -214,7 +219,7 @@ def race(
         if not times[alive[0]]:
             break
         alive, settled = _drop_slower(times, alive, level, tie)
-        if settled or len(times[alive[0]]) < look:
+        if settled or len(times[alive[0]]) < look or _expected_loss(times, alive) < loss:
             break
     leader = alive[0]
     return RaceResult(tuple(alive), tuple(tuple(row) for row in times), leader)
@@ -235,6 +240,28 @@ def _drop_slower(
         if interval is None or max(abs(np.expm1(bound)) for bound in interval) > tie:
             settled = False
     return kept, settled
+
+
+def _expected_loss(times: list[list[float]], alive: list[int]) -> float:
+    """How much longer the first of these arms is expected to take than the fastest, at most.
+
+    The sum over its rivals of the mean of max(0, its time - theirs), with normal errors; inf if an
+    arm died.
+    """
+    from scipy.special import ndtr
+
+    logs, total = {arm: np.log(times[arm]) for arm in alive}, 0.0
+    if not all(np.isfinite(each).all() for each in logs.values()):
+        return float("inf")
+    for rival in alive[1:]:
+        lead = logs[rival] - logs[alive[0]]
+        ahead, error = hodges_lehmann(lead), 1.02 * np.std(lead, ddof=1) / np.sqrt(len(lead))
+        if error:
+            density = np.exp(-((ahead / error) ** 2) / 2) / np.sqrt(2 * np.pi)
+            total += error * density - ahead * ndtr(-ahead / error)
+        else:
+            total += max(0.0, -ahead)
+    return float(total)
 
 
 class MachineClaim(msgspec.Struct, frozen=True):

@@ -15,8 +15,9 @@ from steadytorch.tune.trial import LiveTrial
 
 SCREEN_BLOCKS = 6
 """Blocks per screening: the fewest whose medians support a 95 % interval."""
-KEEP = 4
-"""Maximum number of candidates in the final race."""
+KEEP, NEAR = 4, 1.10
+"""Maximum number of candidates in the final race, and the factor of the leader's time within which
+they must be."""
 PATIENCE = 8.0
 """A set-up times out after this multiple of its expected time."""
 OVERTIME = 0.2
@@ -49,6 +50,7 @@ class Budget:
         shape: block shape; a placeholder until the untouched workload has been timed.
         overtime_s: seconds granted beyond the budget.
         fastest_ns: iteration time of the fastest candidate; None until one has been timed.
+        finalists: number of candidates that would be in the final race now.
         moving_s: expected seconds to set finalists of further devices up on the first one.
     """
 
@@ -64,6 +66,7 @@ class Budget:
         self._compile_s = _COMPILE_S + _COMPILE_LAYER_S * layers
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
+        self.finalists = 0
         self.moving_s = 0.0
         self._now, self._start = now, now() if began is None else began
 
@@ -108,13 +111,16 @@ class Budget:
     def reserve_s(self) -> float:
         """Seconds to reserve for the final race and the confirmation.
 
-        The race is costed at the fastest candidate's time, since only near ties enter it. Before
-        any candidate has been timed, it reserves nothing, so that long compilations can start.
+        The race is costed at the fastest candidate's time, since only near ties enter it, with one
+        more of them. Before any candidate has been timed, it reserves nothing, so that long
+        compilations can start.
         """
         race_s = 0.0
         if self.fastest_ns is not None:
             fast = msgspec.structs.replace(self.shape, iteration_ns=self.fastest_ns)
-            race_s = LOOKS[0] * (self.shape.expected_s + KEEP * fast.expected_s)
+            untouched = self.shape.iteration_ns <= NEAR * self.fastest_ns
+            arms = min(self.finalists + 1, KEEP) + untouched
+            race_s = LOOKS[0] * arms * fast.expected_s
         needed_s = race_s + self.moving_s + self.confirmation_s()
         return min(needed_s, _MOST_RESERVED * self.seconds)
 

@@ -13,13 +13,18 @@ from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault, WorkerFault, wait_any
 from steadytorch.results.candidate import Candidate, describe
 from steadytorch.transforms.precision import ALLOWED
-from steadytorch.tune.budget import KEEP, SCREEN_BLOCKS, START_S, Budget, compiler_options
+from steadytorch.tune.budget import (
+    KEEP,
+    NEAR,
+    SCREEN_BLOCKS,
+    START_S,
+    Budget,
+    compiler_options,
+)
 from steadytorch.tune.select import SearchOptions, block_deadline_s, block_statistic
 from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
 
-NEAR = 1.10
-"""Only candidates within this factor of the leader's time enter the final race."""
 FEWEST_BLOCKS = 3
 """Blocks after which a candidate may be out: three blocks that all take longer than three of an
 equally fast one are 1 of 20, and blocks that take longer by `NEAR` are far fewer."""
@@ -82,6 +87,7 @@ class CandidatePool:
                 {device: self._blocks_on(device, fresh) for device in self._devices()}
             )
         self._budget.fastest_ns = self.screened_ns(self.leader())
+        self._budget.finalists = len(self.finalists())
         self._budget.moving_s = self._moving_s()
         for trial in (trial for trial in fresh if trial in self.trials):
             if trial.ok:
@@ -273,6 +279,12 @@ class CandidatePool:
             return []
         fastest = self._score(ranked[0])
         return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
+
+    def racing(self) -> list[LiveTrial]:
+        """Arms of the final race: the finalists, and the untouched workload unless far behind."""
+        finalists = self.finalists()
+        far = finalists and self._score(self.baseline) > NEAR * self._score(finalists[0])
+        return finalists if far else [*finalists, self.baseline]
 
     def setup_s(self, trial: LiveTrial) -> float | None:
         """Set-up time without a warm compiler cache: the longest with the same compiler options."""
