@@ -182,6 +182,35 @@ def test_an_interrupt_while_the_workload_loads(terminal, folder):
     assert not (folder / "out.json").exists()
 
 
+LOADING = """
+import abc, os, signal, sys, time
+from steadytorch.cli import ended_once
+
+register = abc.ABCMeta.register
+
+def pressed(kind, subclass):
+    abc.ABCMeta.register = register
+    os.kill(os.getpid(), signal.SIGINT)
+    return register(kind, subclass)
+
+assert "numpy.random" not in sys.modules
+try:
+    with ended_once():
+        abc.ABCMeta.register = pressed
+        import numpy.random  # its extension modules discard exceptions of `register`
+        assert abc.ABCMeta.register is register
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_an_extension_module_loads_is_not_lost():
+    words = [sys.executable, "-c", LOADING]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.stdout == "interrupted\n", done.stderr
+
+
 # -- SIGTERM and SIGHUP -------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 import click
 
@@ -21,6 +22,8 @@ from steadytorch.report.text import plain, printable_anywhere
 
 INTERRUPTED = 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOADERS, _AGAIN_S = "<frozen importlib._bootstrap_external>", 0.02
+"""Where extension modules are loaded, and seconds until a signal that came then comes again."""
 
 COMMANDS = {
     "demo": "explain and tune a bundled ResNet-50; downloads nothing",
@@ -102,13 +105,19 @@ class _Terminated(BaseException):
 def ended_once() -> Iterator[None]:
     """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
 
+    While an extension module is initialised, it waits: Cython discards exceptions raised there.
     Signals that were ignored before stay ignored, for `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: object) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        if _initialises_extension(frame):
+            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         for each in _ENDING:
             signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGINT:
@@ -124,6 +133,15 @@ def ended_once() -> Iterator[None]:
         for each, before in found.items():
             if signal.getsignal(each) is end:
                 signal.signal(each, signal.SIG_DFL if before is None else before)
+
+
+def _initialises_extension(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _LOADERS and code.co_qualname.startswith("ExtensionFileLoader."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _drop_terminal() -> None:
