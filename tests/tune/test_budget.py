@@ -89,6 +89,13 @@ def test_a_compiler_is_expected_to_take_longer_for_more_layers(layers, seconds):
     assert budget.expected_setup_s((), []) == pytest.approx(7.0, abs=0.1)
 
 
+def test_an_engine_is_guessed_at_less_than_a_compiler():
+    budget = Budget(60.0, lambda: 0.0)
+    budget.shape = BlockShape(8, 1.0)
+    engine = (TransformSpec("openvino", (("precision", "f32"),)),)
+    assert budget.expected_setup_s(engine, []) < budget.expected_setup_s(compiled(), [])
+
+
 def test_the_first_guess_is_corrected_by_what_was_seen():
     budget = Budget(60.0, lambda: 0.0, 100)
     budget.shape = BlockShape(8, 1.0)

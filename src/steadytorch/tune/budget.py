@@ -29,8 +29,9 @@ _COMPILE_S, _COMPILE_LAYER_S = 8.0, 0.07
 times as long with 16 cores and an H200, and 0.8 to 3 times with two cores of two CPUs."""
 _AUTOTUNE = 6.0
 """Time of max-autotune over that of other modes."""
-_CONVERT_S = 12.0
-"""For engines: ResNet-50 took 6 to 14 s on two cores."""
+_CONVERT_S = 8.0
+"""For engines, with starting the worker: for ResNet-50, ViT-B/16 and GPT-2, OpenVINO took 6 to 7 s
+on two cores, and ONNX Runtime 8 to 14 s."""
 _PLAIN_S = 2.0
 _UNDERESTIMATED = 0.5
 """A set-up that has outlasted its expected time is expected to take this share longer."""
@@ -142,13 +143,14 @@ class Budget:
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
         compiled = compiler_options(candidate)
         seen = [seconds for options, seconds in set_up if options == compiled]
-        start_s = START_S + self.screening_s(2 * [self.shape.iteration_ns])
+        screen_s = self.screening_s(2 * [self.shape.iteration_ns])
+        start_s = START_S + screen_s
         if seen:
             return start_s + max(seen)
         if not compiled:
             return start_s + _PLAIN_S
         if transforms.engines(candidate):
-            return start_s + _CONVERT_S
+            return screen_s + _CONVERT_S
         factors = [
             seconds / self._guess_s(options)
             for options, seconds in set_up

@@ -564,15 +564,17 @@ class Search:
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
-        # Until a compiled candidate was timed, one is worth a risk.
-        bold = not self._has_timed_compiled()
+        # Until a compiled candidate or an engine was timed, one is worth a risk.
+        engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
+        bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
             if (known and candidate not in retry) or (compiles(candidate) and not room):
                 continue
             expected_s = self._budget.expected_setup_s(candidate, self._pool.trials)
-            if expected_s < (longest_s if compiles(candidate) else left_s):
+            risky = compiles(candidate) or transforms.engines(candidate)
+            if expected_s < (longest_s if risky else left_s):
                 taken.append(candidate)
                 room -= compiles(candidate)
         return taken[: self._slots]
