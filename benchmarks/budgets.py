@@ -3,9 +3,9 @@
     python benchmarks/budgets.py --device cpu --only resnet18:1 mobilenet_v3_large
     python benchmarks/budgets.py --budgets 30s 60s 3m --out benchmarks/results
 
-Per workload one search per budget runs in a random order, each with a store of its own. Then the
-untouched workload and all plans are set up in fresh processes and timed in blocks, in random order.
-The regret of a plan is its period over that of the plan with the largest budget.
+For each workload, one search per budget runs, in random order, with a store of its own. Then the
+untouched workload and all plans are set up in fresh processes. They are timed in blocks, in random
+order. The regret of a plan is its period over that of the plan with the largest budget.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python benchmarks/rivals --train --device cpu --steps 100
 
 Per workload `tune` searches within its budget. Then its plan and each option written by hand are
-set up in fresh processes, all at once on a GPU and one by one on a CPU, and timed block by block in
-random order, one process at a time. Every option trains the same weights on the same batch, from
+set up in fresh processes: all at once on a GPU, one by one on a CPU. They are timed block by block
+in random order, one process at a time. Every option trains the same weights on the same batch, from
 the same seed.
 
 Hand-written options: eager in bf16 autocast, channels last, fused optimizer; that compiled; that

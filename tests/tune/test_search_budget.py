@@ -19,6 +19,7 @@ from scripted import (
 from steadytorch.errors import UsageError
 from steadytorch.process.worker import Fault
 from steadytorch.results.candidate import TransformSpec, describe
+from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune import setup_scheduler
 from steadytorch.tune.select import SearchOptions
 
@@ -125,6 +126,13 @@ def test_the_search_does_not_outlast_its_budget(budget_s):
         stage, [EAGER, DETERMINISTIC, FOLD, LAYOUT], SearchOptions(budget_s=budget_s)
     ).run()
     assert result.seconds <= budget_s
+
+
+def test_the_first_engine_may_take_overtime():
+    engine = OpenVino(OpenVino.Parameters("f32")).spec
+    stage = Stage({(): Act(140 * MS), (engine,): Act(90 * MS)})
+    result = make_search(stage, [engine], SearchOptions(budget_s=30)).run()
+    assert result.chosen == (engine,)
 
 
 def test_what_is_not_ready_leaves_the_others_time_to_be_screened(monkeypatch):

@@ -105,7 +105,7 @@ class _Terminated(BaseException):
 def ended_once() -> Iterator[None]:
     """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
 
-    While an extension module is initialised, it waits: Cython discards exceptions raised there.
+    A signal waits while an extension module is initialised: Cython discards exceptions raised then.
     Signals that were ignored before stay ignored, for `nohup`.
     """
     if threading.current_thread() is not threading.main_thread():
