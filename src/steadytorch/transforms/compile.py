@@ -228,11 +228,11 @@ def _backend(parameters: Any) -> Callable[..., Any]:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        from steadytorch.compiled import padded_outputs
+        from steadytorch.compiled import output_strides
 
         if freezing and not config.freezing:
             raise _NotFreezingError
-        strides = {} if freezing else padded_outputs.options()
+        strides = {} if freezing else output_strides.options()
         return compile_fx(graph, inputs, config_patches={**options, **strides})
 
     return inductor

@@ -1,4 +1,4 @@
-"""Outputs keep their strides where Inductor pads a product; here it is told to pad on a CPU."""
+"""Strides of outputs and gradients of compiled code; Inductor is told to pad products on a CPU."""
 
 from __future__ import annotations
 
@@ -68,3 +68,27 @@ def test_a_slice_of_the_logits_keeps_its_strides(padding):
     with Compile().applied(Workload(model, x)) as compiled, torch.no_grad():
         assert compiled.model(x)[1].stride() == model(x)[1].stride()
         assert padding, "Inductor did not pad"
+
+
+class Images(nn.Module):
+    """Two convolutions and a third whose weight is channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8)))
+        self.layers[2].to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gradients_have_the_strides_of_their_weights(layout):
+    torch.manual_seed(0)
+    model = Images()
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=layout).requires_grad_()
+    wanted = [*model.parameters(), x]
+    with Compile().applied(Workload(model, x)) as compiled:
+        found = torch.autograd.grad(compiled.model(x).square().sum(), wanted)
+    assert [g.stride() for g in found] == [w.stride() for w in wanted]
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), wanted))
