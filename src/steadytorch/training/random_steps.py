@@ -82,7 +82,7 @@ def summaries(
     accurate = [error <= ACCURATE for error in rounding]
     every = [True] * len(accurate)
     begin(workload, start, 0)
-    rows: list[list[Tensor]] = []
+    rows: list[Tensor] = []
     before: list[Tensor] = []
     began = time.perf_counter()
     for seed in range(first_seed, first_seed + SEEDS):
@@ -94,13 +94,15 @@ def summaries(
             row.append(_slope(workload, model, arguments, found, chosen, seed) if chosen else _NAN)
         for number, gradient in enumerate(gradients):
             row.append(gradient.float().norm())
-            row += _neighbours(gradient - before[number]) if before else [_NAN] * 3
-        rows.append([value.detach().cpu().reshape(()) for value in row])
+            missing = [torch.full_like(row[0], math.nan)] * 3
+            row += _neighbours(gradient - before[number]) if before else missing
+        # One copy for all figures: each would wait for the GPU.
+        rows.append(torch.stack([value.to(row[0].device).reshape(()) for value in row]).cpu())
         before = [] if before else [gradient.clone() for gradient in gradients]
         if len(rows) >= FEWEST_SEEDS and time.perf_counter() - began > SECONDS:
             break
     start.restore()
-    return torch.stack([torch.stack(row) for row in rows]).double()
+    return torch.stack(rows).double()
 
 
 @torch.no_grad()
@@ -150,15 +152,12 @@ def _neighbours(moved: Tensor) -> list[Tensor]:
     """The norm of a tensor, and how its neighbours along first and last dimension correlate."""
     wide = moved.float()
     square = (wide**2).sum()
-    found = [square.sqrt()]
-    for dim in (0, -1):
-        if wide.dim() and wide.shape[dim] > 1 and bool(square > 0):
-            size = wide.shape[dim]
-            one, other = wide.narrow(dim, 0, size - 1), wide.narrow(dim, 1, size - 1)
-            found.append((one * other).sum() / square)
-        else:
-            found.append(_NAN)
-    return found
+    found = dict.fromkeys((0, wide.dim() - 1), torch.full_like(square, math.nan))
+    for dim in found:
+        if wide.dim() and wide.shape[dim] > 1:
+            one, other = (wide.narrow(dim, i, wide.shape[dim] - 1) for i in (0, 1))
+            found[dim] = (one * other).sum() / square  # NaN where nothing moved
+    return [square.sqrt(), found[0], found[wide.dim() - 1]]
 
 
 def difference(

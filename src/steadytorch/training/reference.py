@@ -91,9 +91,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     """
     before = Draws(workload.device)
     sets, own, unfit = _own(workload, seed, start)
-    torch.manual_seed(0)
-    draws = _draws(workload, start, sets[0])
-    again = _from(workload, start, 0, sets[0])
+    again, draws = _again(workload, start, sets[0])
     higher = _higher(workload, start, sets, draws)
     right = [_right(found, workload) for found in higher.runs]
     errors = [errors_of(found, parts) for found, parts in zip(own, right, strict=True)]
@@ -139,12 +137,12 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
     )
 
 
-def _draws(workload: Workload, start: Start, arguments: Arguments) -> bool:
-    """Whether a step draws random numbers."""
+def _again(workload: Workload, start: Start, arguments: Arguments) -> tuple[Passes, bool]:
+    """The first passes once more, and whether they draw random numbers."""
     begin(workload, start, 0)
     drawn = Draws(workload.device)
-    passes(workload, workload.model, arguments)
-    return drawn.happened()
+    found = passes(workload, workload.model, arguments)
+    return found, drawn.happened()
 
 
 def _own(workload: Workload, seed: int, start: Start) -> tuple[list[Arguments], list[Passes], str]:
@@ -310,7 +308,7 @@ def _noisy(workload: Workload, arguments: Arguments, size: float, seed: int) -> 
             return tensor
         kind = tensor.dtype.to_real()
         draws = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=kind)
-        return tensor * (1 + size * (2 * draws - 1))
+        return tensor * draws.mul_(2 * size).add_(1 - size)
 
     with torch.no_grad():
         for tensor in parameters_of(workload).values():

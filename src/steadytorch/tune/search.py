@@ -560,7 +560,10 @@ class Search:
         return [c for leader in leaders for c in source.neighbours(leader.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
-        """The first untried candidates, one per slot, whose set-up fits into the time left."""
+        """The first untried candidates, one per slot, whose set-up fits into the time left.
+
+        On a CPU that is the time that compilations under way leave: they pause for other set-ups.
+        """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
@@ -568,6 +571,7 @@ class Search:
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
+        left_s -= self._kept_s(left_s)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
             if (known and candidate not in retry) or (compiles(candidate) and not room):
@@ -578,6 +582,14 @@ class Search:
                 taken.append(candidate)
                 room -= compiles(candidate)
         return taken[: self._slots]
+
+    def _kept_s(self, left_s: float) -> float:
+        """Seconds kept for compilations that pause for others; 0 for those that will not fit."""
+        if not self._scheduler.shares_cores:
+            return 0.0
+        paused = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
+        needed_s = sum(map(self._left_s, paused))
+        return needed_s if needed_s < left_s else 0.0
 
     # -- outcome --------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ class SetupScheduler:
         self._workers: list[Worker] = []
         self._now = now
         # On a CPU, background work takes cores from the timed workload.
-        self._shares_cores = torch.device(self._torch_device(device)).type == "cpu"
-        self._beside = spare_cores and not self._shares_cores
+        self.shares_cores = torch.device(self._torch_device(device)).type == "cpu"
+        self._beside = spare_cores and not self.shares_cores
         self._for_reference: Worker | None = None
         self._for_untouched: Worker | None = None
         self._retried: set[Candidate] = set()
@@ -378,7 +378,7 @@ class SetupScheduler:
         Its threads wait for each other at barriers: beside a compiler, a warm-up of one second was
         seen to take 14.
         """
-        if not self._shares_cores:
+        if not self.shares_cores:
             return
         compiling = [trial for trial in trials if compiles(trial.candidate)]
         others = [trial for trial in trials if trial not in compiling]
