@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from steadytorch.bench.bench_worker import SetUp
+from steadytorch.bench.ramp import LONG_NS
 from steadytorch.findings.finding import Finding
 from steadytorch.measure.sampler import WarmUp
 from steadytorch.process.worker import Fault, WorkerFault
@@ -225,7 +226,8 @@ class ScriptedWorker:
         act = self._stage.act(self._candidate)
         slowness = self._stage.slowness.get(self.device, 1.0)
         times = [round(slowness * self._stage.sample_ns(act)) for _ in range(count)]
-        self._stage.seconds += 1e-9 * (sum(times) + 2 * act.time_ns)
+        dropped = 2 * act.time_ns if act.time_ns < LONG_NS else 0.0
+        self._stage.seconds += 1e-9 * (sum(times) + dropped)
         return times
 
 

@@ -164,12 +164,13 @@ def search(
     slots: int = 8,
     watcher: Any = None,
     available: Sequence[TransformSpec] = AVAILABLE,
+    device: str = "cuda:0",
 ) -> Any:
     """Runs a search on a machine; returns its result."""
     options = SearchOptions(budget_s=budget_s, precision="bf16")
     watcher = watcher or NullListener()
     scheduler = SetupScheduler(
-        machine, "cuda:0", {}, options, watcher, spare_cores=slots >= 4, now=machine.now
+        machine, device, {}, options, watcher, spare_cores=slots >= 4, now=machine.now
     )
     with mock.patch.object(setup_scheduler, "wait_any", machine.wait_any):
         return Search(

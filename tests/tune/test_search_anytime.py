@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from scripted import NullListener
-from simulated import AUTOCAST, AVAILABLE, BF16, Machine, outcome, search
+from simulated import AUTOCAST, AVAILABLE, BF16, MS, Machine, outcome, search
 
 from steadytorch.tune.prospects import Prospects
 from steadytorch.tune.search import compiling
@@ -49,6 +49,18 @@ def test_what_is_ready_is_timed_while_compilers_go_on():
     timed_s = min(s for s, label, state in log.states if state == "timed" and label != "untouched")
     compiled_s = min(s for s, label, state in log.states if state == "verified" and "comp" in label)
     assert timed_s < 30.0 < compiled_s
+
+
+ON_CPU = [s for s in AVAILABLE if s.name != "cuda_graph" and "reduce-overhead" not in str(s)]
+
+
+@pytest.mark.parametrize(("step_ms", "budget_s"), [(300, 120.0), (1000, 90.0), (2000, 120.0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_cpu_a_compilation_keeps_the_time_that_it_needs(seed, step_ms, budget_s):
+    machine = Machine(seed, compile_s=25.0)
+    machine.untouched_ns = step_ms * MS
+    found = search(machine, budget_s, slots=2, available=ON_CPU, device="cpu")
+    assert any(spec.name == "compile" for spec in found.chosen)
 
 
 @pytest.mark.parametrize("budget_s", [30.0, 60.0, 120.0])

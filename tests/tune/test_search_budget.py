@@ -25,7 +25,7 @@ from steadytorch.tune.select import SearchOptions
 
 
 def test_a_budget_that_cannot_hold_the_untouched_workload_is_refused_with_numbers():
-    stage = Stage({(): Act(1e9)})
+    stage = Stage({(): Act(2e9)})
     with pytest.raises(UsageError) as caught:
         make_search(stage, [EAGER], SearchOptions(budget_s=30)).run()
     message = str(caught.value)
@@ -37,7 +37,7 @@ def test_a_budget_that_cannot_hold_the_untouched_workload_is_refused_with_number
 
 def test_the_budget_that_the_refusal_names_is_enough():
     def run(budget_s):
-        return make_search(Stage({(): Act(1e9)}), [EAGER], SearchOptions(budget_s=budget_s)).run()
+        return make_search(Stage({(): Act(2e9)}), [EAGER], SearchOptions(budget_s=budget_s)).run()
 
     with pytest.raises(UsageError) as caught:
         run(30)

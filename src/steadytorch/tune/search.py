@@ -562,7 +562,8 @@ class Search:
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left.
 
-        On a CPU that is the time that compilations under way leave: they pause for other set-ups.
+        On a CPU they follow each other, and compilations under way keep the time that they need:
+        they pause for other set-ups.
         """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
@@ -571,7 +572,8 @@ class Search:
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
-        left_s -= self._kept_s(left_s)
+        together = not self._scheduler.shares_cores
+        left_s -= 0.0 if together else self._kept_s(left_s)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
             if (known and candidate not in retry) or (compiles(candidate) and not room):
@@ -581,12 +583,11 @@ class Search:
             if expected_s < (longest_s if risky else left_s):
                 taken.append(candidate)
                 room -= compiles(candidate)
+                left_s -= 0.0 if together else expected_s
         return taken[: self._slots]
 
     def _kept_s(self, left_s: float) -> float:
-        """Seconds kept for compilations that pause for others; 0 for those that will not fit."""
-        if not self._scheduler.shares_cores:
-            return 0.0
+        """Seconds that compilations under way need; 0 where that is more than there is."""
         paused = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         needed_s = sum(map(self._left_s, paused))
         return needed_s if needed_s < left_s else 0.0
