@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import sys
 
 import pytest
 from scripted import NullListener
 from simulated import AUTOCAST, AVAILABLE, BF16, MS, Machine, outcome, search
 
 from steadytorch.tune.prospects import Prospects
-from steadytorch.tune.search import compiling
+from steadytorch.tune.search import Search, compiling
 
 
 class Log(NullListener):
@@ -49,6 +50,20 @@ def test_what_is_ready_is_timed_while_compilers_go_on():
     timed_s = min(s for s, label, state in log.states if state == "timed" and label != "untouched")
     compiled_s = min(s for s, label, state in log.states if state == "verified" and "comp" in label)
     assert timed_s < 30.0 < compiled_s
+
+
+def test_what_promises_little_is_not_begun_once_compiled_code_was_timed(monkeypatch):
+    def run(seed):
+        machine = Machine(seed)
+        found = search(machine, 180.0)
+        timed = [trial for trial in found.candidates if trial.samples]
+        return machine.act(found.chosen).time_ns, len(timed)
+
+    chosen_ns, timed = zip(*map(run, range(8)), strict=True)
+    monkeypatch.setattr(sys.modules[Search.__module__], "LEAST", 0.0)
+    all_ns, all_timed = zip(*map(run, range(8)), strict=True)
+    assert max(ns / least for ns, least in zip(chosen_ns, all_ns, strict=True)) < 1.01
+    assert sum(timed) < 0.9 * sum(all_timed)
 
 
 ON_CPU = [s for s in AVAILABLE if s.name != "cuda_graph" and "reduce-overhead" not in str(s)]

@@ -95,6 +95,16 @@ def test_the_length_of_a_block(iteration_ns, count):
     assert block_shape(SearchOptions(), iteration_ns).count == count
 
 
+@pytest.mark.parametrize(
+    ("iteration_ns", "budget_s", "count"),
+    [(10e6, 10, 5), (110e6, 60, 5), (110e6, 30, 1), (200e6, 60, 3), (200e6, 45, 1)],
+)
+def test_blocks_are_shorter_where_a_claim_would_take_too_much_of_the_budget(
+    iteration_ns, budget_s, count
+):
+    assert block_shape(SearchOptions(budget_s=budget_s), iteration_ns).count == count
+
+
 def test_a_block_is_expected_to_take_its_iterations_and_those_thrown_away():
     assert block_shape(SearchOptions(), 200e6).expected_s == pytest.approx(1.0)
     assert block_shape(SearchOptions(), 1e9).expected_s == pytest.approx(1.0)

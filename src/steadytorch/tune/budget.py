@@ -10,7 +10,7 @@ from steadytorch import transforms
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.results.candidate import Candidate, TransformSpec
-from steadytorch.tune.select import BlockShape
+from steadytorch.tune.select import CLAIM, BlockShape
 from steadytorch.tune.trial import LiveTrial
 
 SCREEN_BLOCKS = 6
@@ -35,7 +35,6 @@ on two cores, and ONNX Runtime 8 to 14 s."""
 _PLAIN_S = 2.0
 _UNDERESTIMATED = 0.5
 """A set-up that has outlasted its expected time is expected to take this share longer."""
-_MOST_RESERVED = 0.4
 
 
 class Budget:
@@ -123,7 +122,7 @@ class Budget:
             arms = min(self.finalists + 1, KEEP) + untouched
             race_s = LOOKS[0] * arms * fast.expected_s
         needed_s = race_s + self.moving_s + self.confirmation_s()
-        return min(needed_s, _MOST_RESERVED * self.seconds)
+        return min(needed_s, CLAIM * self.seconds)
 
     def screening_s(self, iterations_ns: Iterable[float]) -> float:
         """Seconds to screen arms with these iteration times in ns."""

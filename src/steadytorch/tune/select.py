@@ -9,7 +9,7 @@ import numpy as np
 
 from steadytorch.bench.ramp import LONG_NS, ramp
 from steadytorch.errors import UsageError
-from steadytorch.measure.race import TIE, RaceResult
+from steadytorch.measure.race import LOOKS, TIE, RaceResult
 from steadytorch.measure.statistics import hodges_lehmann
 from steadytorch.quantities import size
 from steadytorch.results.candidate import Candidate, describe
@@ -21,6 +21,9 @@ P99_BLOCK, LEAST_TAIL = 69, 10
 """Iterations per block for the 99th percentile. Since 0.99^69 = 0.5, the median of the blocks'
 largest samples is the 99th percentile. Blocks of more than a second have fewer, at least ten: then
 it is the 93rd. A search whose blocks take 70 iterations of 0.1 s compares nothing in time."""
+
+CLAIM = 0.4
+"""Share of the budget for the fewest pairs of blocks that support a claim."""
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,19 +98,20 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
-    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms.
+    """The block shape for an iteration time: 5 to 10 iterations, or 3 from 150 ms.
 
     A tail takes 10 to 69. From 500 ms on it is one: 12 pairs of blocks, the fewest for a claim,
-    then fit into a budget.
+    then fit into a budget. Where they would take more than `CLAIM` of it, blocks are shorter.
     """
     if options.of_tail:
         count = min(P99_BLOCK, max(LEAST_TAIL, 1e9 // max(iteration_ns, 1)))
         return BlockShape(int(count), iteration_ns)
     if iteration_ns >= LONG_NS:
         return BlockShape(1, iteration_ns)
-    if iteration_ns >= 150e6:
-        return BlockShape(3, iteration_ns)
-    return BlockShape(int(min(10, max(5, 50e6 // max(iteration_ns, 1)))), iteration_ns)
+    usual = 3 if iteration_ns >= 150e6 else int(min(10, max(5, 50e6 // max(iteration_ns, 1))))
+    shapes = [BlockShape(count, iteration_ns) for count in (usual, 3, 1)]
+    most_s = CLAIM * options.budget_s / (2 * LOOKS[0])
+    return next((shape for shape in shapes if shape.expected_s <= most_s), shapes[-1])
 
 
 def block_deadline_s(shape: BlockShape) -> float:

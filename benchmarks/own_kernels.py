@@ -4,7 +4,7 @@ All options of a case run in one process, with their blocks interleaved in rando
 timed twice: called from Python, and in a CUDA graph, where only the device counts. The floor is a
 copy of as many bytes, timed alongside. Inputs that fit the L2 cache stay there for every option.
 
-    python benchmarks/kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results]
+    python benchmarks/own_kernels.py [--only KIND ...] [--rounds 100] [--out benchmarks/results]
 """
 
 from __future__ import annotations
