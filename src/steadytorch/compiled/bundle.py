@@ -1,8 +1,8 @@
 """Bundles: compiled code kept beside a plan, for faster cold starts with `bundle=True`.
 
-A plan is data; a bundle is code. It holds machine code and pickles of PyTorch's compiler, which run
-when they are used. It is therefore read only at the user's request, only in the environment that
-made it, and only from the user's private folder. Its digest detects accidents, not attackers.
+A plan is only data, but a bundle holds machine code and pickles of PyTorch's compiler, which run
+when they are used. A bundle is therefore read only at the user's request, only in the environment
+that made it, and only from the user's private folder. Its digest detects accidents, not attackers.
 Reading and unpacking run no code.
 
 A bundle is one file: a line of JSON with its header, then the cached files in MessagePack. They are

@@ -1,8 +1,8 @@
 """Telemetry recorder: samples the machine in a thread while a measurement runs.
 
 Garbage collections are recorded exactly, through callbacks. Everything else is sampled, so an event
-is located between two ticks. Counters are cumulative: a late or thinned-out tick costs resolution,
-never an event.
+is located between two ticks. Counters are cumulative: if ticks are late or left out,
+events are located less exactly, but none is lost.
 
 A tick holds the GIL for part of its time and so lengthens a host-bound iteration. Therefore,
 expensive channels take turns, and the CPU time of all ticks is capped.

@@ -43,9 +43,10 @@ def tile_for(rows: int, outputs: int, channels: int, cores: int) -> PointwiseTil
 
     Batches are bound by reading pixels:
 
-    - Up to 128 outputs share one read of at least 64 rows, which Hopper's tensor cores take at
-      once. Further outputs go to consecutive blocks, which find the pixels in L2.
-    - The block width, 128 or 64, is the one with less padding: 320 outputs are five blocks of 64.
+    - A program computes up to 128 output channels from one read of at least 64 rows, which Hopper's
+      tensor cores take at once. The next programs compute further channels; they find the rows in
+      L2.
+    - Its width, 128 or 64 channels, is the one with less padding: 320 channels are five times 64.
     - A thread holds at most 64 sums, so that several programs fit on an SM. With few channels there
       is nothing to prefetch, and concurrent programs hide each other's latency instead.
 

@@ -179,9 +179,9 @@ def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
     """Depthwise convolution with bias and activation; channels are innermost in all tensors.
 
     Each row of a tile is an output patch of `G.rows` by `G.columns` pixels, each column a channel.
-    Patches are numbered over lines and images. A loaded pixel serves all outputs of its patch.
-    Weights are loaded for each patch, although all patches share them: with the shape of the tile,
-    they are already in the thread that needs them, without an exchange.
+    Patches are numbered over lines and images. Each input pixel is loaded once for all outputs of
+    the patch. Weights are loaded for each patch, although all patches share them: with the shape of
+    the tile, they are already in the thread that needs them, without an exchange.
     """
     blocks: tl.constexpr = (G.all_channels + G.channels - 1) // G.channels
     across: tl.constexpr = (G.out_width + G.columns - 1) // G.columns

@@ -184,7 +184,7 @@ def _of_operators(
 
 
 def _least_ns(work: Work, rates: Rates | None, tensor_cores: bool) -> tuple[float, float]:
-    """Time to move the operands and time for the arithmetic; NaN if a rate is missing."""
+    """Least time to move the operands, and least time for the arithmetic; NaN without a rate."""
     if rates is None:
         return np.nan, np.nan
     dtype = "tf32" if tensor_cores and work.dtype == "float32" else work.dtype

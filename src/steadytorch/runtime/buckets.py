@@ -130,7 +130,11 @@ class Buckets:
         sizes: Sizes,
         noise: bool = False,
     ) -> Arguments:
-        """Pads along the dimensions in `sizes`; `noise` fills floats without a declared value."""
+        """Pads inputs along the dimensions in `sizes`.
+
+        With `noise`, floats for which the user declared no padding value are filled with noise,
+        which shows whether padding changes the outputs.
+        """
         dimensions = [d for d in self._dimensions if d.name in sizes]
 
         def pad(place: Place, tensor: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,10 @@ class Transform(ABC):
 
     @property
     def artefact(self) -> str:
-        """For engines: name of the converted model; transforms with one name share it."""
+        """Name of the converted model of an engine beyond PyTorch.
+
+        Transforms that return the same name run the same converted model.
+        """
         return self.name
 
     @property

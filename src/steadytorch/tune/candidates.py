@@ -22,7 +22,7 @@ _RECORDED = ("launch-bound", "compute-bound")
 
 
 def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Ids of the findings that one of the candidate's transforms addresses."""
+    """Ids of the findings that at least one of the candidate's transforms addresses."""
     names = {spec.name for spec in candidate}
     return tuple(finding.id for finding in findings if names.intersection(finding.transforms))
 
