@@ -129,7 +129,7 @@ def test_a_broken_one_is_refused_with_its_reason(install, cpu, name):
 @pytest.mark.slow
 def test_broken_ones_cost_their_own_candidates_only(install, tmp_path):
     install(good=GOOD, **OTHERS)
-    available, refused = session(tmp_path)._options_that_apply()
+    available, refused = session(tmp_path).options_that_apply()
     names = {spec.name for spec in available}
     assert {"good", "inference_mode"} <= names
     assert not names & (OTHERS.keys() - {"compile"})

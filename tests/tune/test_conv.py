@@ -177,7 +177,7 @@ def test_a_search_starts_that_worker_with_the_settings_of_its_plans_key(monkeypa
 
     monkeypatch.setattr(conv, "start_chooser", start)
     engines = [TransformSpec("cudnn_engines")]
-    monkeypatch.setattr(Session, "_options_that_apply", lambda self: (engines, {}))
+    monkeypatch.setattr(Session, "options_that_apply", lambda self: (engines, {}))
     torch.use_deterministic_algorithms(True)
     try:
         session = Session(workload(), SearchOptions(), "cpu", tmp_path)

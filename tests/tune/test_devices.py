@@ -136,7 +136,7 @@ def test_three_devices_repeat_the_same_search():
 def search(faulty_transforms, tmp_path, monkeypatch, no_process_left):
     """Runs a real search on logical devices that are all the CPU."""
     monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
-    monkeypatch.setattr(Session, "_options_that_apply", lambda self: ([QUICK, *KINDS], {}))
+    monkeypatch.setattr(Session, "options_that_apply", lambda self: ([QUICK, *KINDS], {}))
 
     def run(names, watcher=None, budget_s=600.0):
         with torch.random.fork_rng(devices=()):
@@ -188,7 +188,7 @@ def test_a_killed_worker_of_the_second_device_leaves_the_first(search, monkeypat
         take(self, orders)
 
     monkeypatch.setattr(CandidatePool, "_take_blocks", kill_first)
-    monkeypatch.setattr(Session, "_options_that_apply", lambda self: ([EAGER, QUICK], {}))
+    monkeypatch.setattr(Session, "options_that_apply", lambda self: ([EAGER, QUICK], {}))
     monkeypatch.setattr(Search, "_is_hopeless", lambda *_: False)
     result = search(["first", "second"])
     assert QUICK in result.chosen

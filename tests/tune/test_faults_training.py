@@ -98,7 +98,7 @@ def tuned(faulty_transforms, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
-        patch.setattr(Session, "_options_that_apply", lambda self: ([_spec("awake")], {}))
+        patch.setattr(Session, "options_that_apply", lambda self: ([_spec("awake")], {}))
         plan = tune(workload, budget="10m", store=store)
     return SimpleNamespace(plan=plan, workload=workload, store=store)
 

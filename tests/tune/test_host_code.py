@@ -123,7 +123,7 @@ def searched(tmp_path, monkeypatch, compiler_of):
         session = Session(workload, SearchOptions(budget_s=budget_s), store=tmp_path)
         session.facts = msgspec.structs.replace(session.facts, cores_logical=cores)
         session._device = device
-        monkeypatch.setattr(session, "_options_that_apply", lambda: ([], {}))
+        monkeypatch.setattr(session, "options_that_apply", lambda: ([], {}))
         try:
             return session.search(Clock()), len(began)
         except UsageError:

@@ -235,7 +235,7 @@ def test_the_calls_of_the_signatures_add_up(model, x, tmp_path, searches, monkey
 def test_a_real_search_in_worker_processes(tmp_path, monkeypatch):
     quick = TransformSpec("quick")
     monkeypatch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
-    monkeypatch.setattr(Session, "_options_that_apply", lambda self: ([quick], {}))
+    monkeypatch.setattr(Session, "options_that_apply", lambda self: ([quick], {}))
     torch.manual_seed(0)
     model, x = Slow().eval(), torch.randn(2, 8)
     tuned = optimize(model, "tune", store=tmp_path, budget="10m", canary=False)

@@ -44,7 +44,7 @@ def tuned(faulty_transforms, tmp_path_factory):
     children = set(psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "HANDLER", "faulty:FaultyHandler")
-        patch.setattr(Session, "_options_that_apply", lambda self: ([QUICK], {"tf32": "no GPU"}))
+        patch.setattr(Session, "options_that_apply", lambda self: ([QUICK], {"tf32": "no GPU"}))
         patch.setattr(tempfile, "tempdir", str(scratch))
         search = Session.search
 
@@ -300,7 +300,7 @@ def test_processes_that_were_started_for_what_cannot_be_sent_to_them_are_gone(tm
 
 def test_every_option_is_offered_or_refused_with_a_reason(tmp_path):
     session = Session(_workload(), SearchOptions(), store=tmp_path)
-    available, refused = session._options_that_apply()
+    available, refused = session.options_that_apply()
     every = [str(t.spec) for t in transforms.all_variants(session.facts)]
     assert sorted([*map(str, available), *refused]) == sorted(every)
     assert "inference_mode" in map(str, available)

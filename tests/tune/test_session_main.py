@@ -45,7 +45,7 @@ model.linear.register_forward_pre_hook(trusts_its_weights)
 specs = [t.spec for t in transforms.all_variants(load_facts("cpu"))]
 wanted = [s for s in specs if str(s) == {option!r}]
 assert len(wanted) == 1, specs
-Session._options_that_apply = lambda self: (wanted, {{}})
+Session.options_that_apply = lambda self: (wanted, {{}})
 x = torch.randn(4, 16)
 plan = steadytorch.tune(steadytorch.Workload(model, x), budget="10m", store={store!r})
 (trial,) = [t for t in plan.evidence.trials if t.transforms == tuple(wanted)]

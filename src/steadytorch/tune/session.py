@@ -258,7 +258,7 @@ class Session:
             making = host.begin() if self._compiles_host_code() else None
             if making is not None:
                 at_the_end.callback(making.stop)
-            available, not_applicable = self._options_that_apply()
+            available, not_applicable = self.options_that_apply()
             engines = None
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
@@ -393,7 +393,8 @@ class Session:
             libraries=transforms.libraries(candidate),
         )
 
-    def _options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
+    def options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
+        """All transforms that apply to the workload, and by name why others do not."""
         available: list[TransformSpec] = []
         refused: dict[str, str] = {}
         admit()

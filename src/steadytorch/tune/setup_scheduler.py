@@ -86,6 +86,7 @@ class SetupScheduler:
         devices: all devices in use, `device` first.
         left_out: reason by device that is no longer used.
         further: the untouched workload on each further device.
+        shares_cores: whether set-ups take cores from the workload that is timed, as on a CPU.
     """
 
     def __init__(
@@ -108,7 +109,6 @@ class SetupScheduler:
         self._options, self._watcher = options, watcher
         self._workers: list[Worker] = []
         self._now = now
-        # On a CPU, background work takes cores from the timed workload.
         self.shares_cores = torch.device(self._torch_device(device)).type == "cpu"
         self._beside = spare_cores and not self.shares_cores
         self._for_reference: Worker | None = None
