@@ -582,8 +582,9 @@ class Search:
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
-        together = not self._scheduler.shares_cores
-        left_s -= 0.0 if together else self._kept_s(left_s)
+        in_turn = self._scheduler.shares_cores
+        if in_turn:
+            left_s -= self._kept_s(left_s)
         for candidate in dict.fromkeys(batch):
             known = candidate in begun or self._pool.known(candidate)
             if (known and candidate not in retry) or (compiles(candidate) and not room):
@@ -593,7 +594,8 @@ class Search:
             if expected_s < (longest_s if risky else left_s):
                 taken.append(candidate)
                 room -= compiles(candidate)
-                left_s -= 0.0 if together else expected_s
+                if in_turn:
+                    left_s -= expected_s
         return taken[: self._slots]
 
     def _kept_s(self, left_s: float) -> float:
