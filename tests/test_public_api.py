@@ -179,7 +179,7 @@ EXIT_CODES = {"SteadyError": 1, "UsageError": 2, "UnsupportedError": 3, "PlanErr
 
 PLAN_FIELDS = (
     *("name", "signature", "candidate", "evidence", "key", "created", "version", "path"),
-    *("trains", "libraries"),
+    *("trains", "libraries", "compiler"),
 )
 PLAN_EXTRAS = ("apply", "batches", "id", "origin", "resolve")
 

@@ -25,6 +25,7 @@ from steadytorch.integrations.torch_compile import (
     reports,
     steady,
 )
+from steadytorch.plan.record import CompilerChoices
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.session import Session
 
@@ -84,7 +85,9 @@ def searches(monkeypatch):
 
     def search(self, watcher=None):
         made.signatures.append(str(self.workload.signature()))
-        return SimpleNamespace(interrupted=False, chosen=made.chosen, evidence=evidence)
+        return SimpleNamespace(
+            interrupted=False, chosen=made.chosen, evidence=evidence, compiler=CompilerChoices()
+        )
 
     monkeypatch.setattr(Session, "search", search)
     return made

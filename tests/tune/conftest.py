@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from steadytorch import transforms
+from steadytorch.plan.record import CompilerChoices
 from steadytorch.tune.session import Session
 
 from ..verification.conftest import process_settings  # noqa: F401
@@ -99,7 +100,12 @@ def searches(monkeypatch):
         assert made.may_end.wait(60)
         if made.error is not None:
             raise made.error
-        return SimpleNamespace(interrupted=False, chosen=stored.CANDIDATE, evidence=stored.evidence)
+        return SimpleNamespace(
+            interrupted=False,
+            chosen=stored.CANDIDATE,
+            evidence=stored.evidence,
+            compiler=CompilerChoices(),
+        )
 
     monkeypatch.setattr(Session, "search", search)
     return made

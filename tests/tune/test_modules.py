@@ -12,6 +12,7 @@ from torch import nn
 
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import Judgement
+from steadytorch.plan.record import CompilerChoices
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.module import TunedModule
 from steadytorch.tune import whole_call
@@ -38,7 +39,9 @@ def searches(monkeypatch):
         chosen = made.chosen.get(self.workload.name, CANDIDATE)
         if isinstance(chosen, Exception):
             raise chosen
-        return SimpleNamespace(interrupted=False, chosen=chosen, evidence=evidence)
+        return SimpleNamespace(
+            interrupted=False, chosen=chosen, evidence=evidence, compiler=CompilerChoices()
+        )
 
     monkeypatch.setattr(Session, "search", search)
     return made

@@ -163,6 +163,7 @@ from types import SimpleNamespace
 from torch import nn
 
 torch.set_num_threads(1)
+from steadytorch.plan.record import CompilerChoices
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.optimize import optimize
 from steadytorch.tune.session import Session
@@ -176,7 +177,9 @@ def child(number, barrier, answers):
     def search(self, watcher=None):
         barrier.wait(60)
         chosen = (TransformSpec(NAMES[number % 4]),)
-        return SimpleNamespace(interrupted=False, chosen=chosen, evidence=evidence)
+        return SimpleNamespace(
+            interrupted=False, chosen=chosen, evidence=evidence, compiler=CompilerChoices()
+        )
 
     Session.search = search
     tuned = optimize(small_model(), "tune", store=sys.argv[1], canary=False)

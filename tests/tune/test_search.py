@@ -12,11 +12,13 @@ from scripted import (
     Act,
     Notes,
     Stage,
+    died,
     make_search,
 )
 
 from steadytorch.measure.race import LOOKS
 from steadytorch.process.worker import Fault
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune.budget import SCREEN_BLOCKS
 from steadytorch.tune.candidate_pool import FEWEST_BLOCKS
@@ -55,6 +57,21 @@ def test_the_best_combination_is_reached_from_its_parts():
         _acts(inference_mode=9, cudnn_deterministic=9.5) | {(EAGER, DETERMINISTIC): Act(6 * MS)}
     )
     assert make_search(stage, [EAGER, DETERMINISTIC]).run().chosen == (EAGER, DETERMINISTIC)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cuda", 1), ("cpu", 0)])
+def test_what_the_compiler_chose_for_the_winner_is_kept_on_a_gpu(device, kept):
+    compiled = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
+    result = make_search(Stage({(compiled,): Act(5 * MS)}), [compiled], device=device).run()
+    assert result.chosen == (compiled,)
+    assert [each["XBLOCK"] for each in result.compiler.kernels.values()] == [1] * kept
+
+
+def test_a_winner_that_cannot_tell_what_the_compiler_chose_stays_the_winner():
+    compiled = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
+    act = Act(5 * MS, faults={"compiler_choices": [died()]})
+    result = make_search(Stage({(compiled,): act}), [compiled], device="cuda").run()
+    assert (result.chosen, result.compiler.kernels) == ((compiled,), {})
 
 
 def test_among_equally_fast_candidates_the_simplest_wins():

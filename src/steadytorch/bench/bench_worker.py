@@ -18,7 +18,7 @@ from steadytorch import transforms
 from steadytorch.bench.counting import counted_of, counting, noted
 from steadytorch.bench.ramp import DISCARD, ramp
 from steadytorch.bench.series import Series
-from steadytorch.compiled import artefact
+from steadytorch.compiled import artefact, compiler_choices
 from steadytorch.device.recorder import Recorder
 from steadytorch.errors import SteadyError, UsageError, one_line
 from steadytorch.measure.overhead import probe_overhead
@@ -146,6 +146,7 @@ class WorkloadHandler:
         self.group, self.iteration_ns = 1, 0
         self._broken_off: BrokenOff | None = None
         self._start: Start
+        self._choices = compiler_choices.NONE
 
     def load(self, device: str, ambient: dict[str, str]) -> None:
         """Adopts the caller's process-wide settings and loads the workload onto the device."""
@@ -163,7 +164,9 @@ class WorkloadHandler:
         self._precision = precision_of(tuple(specs))
         start = time.perf_counter()
         self._context = applied_in_order([transforms.create(s) for s in specs], self.workload)
-        with artefact.supplied(artefact.within(self.directory)):
+        self._choices = compiler_choices.within(self.directory)
+        shared = artefact.supplied(artefact.within(self.directory))
+        with shared, compiler_choices.supplied(self._choices):
             applied = self._context.__enter__()
         # Time with the caller's inputs, so that conversions by transforms are timed too.
         self.model = applied.model
@@ -192,6 +195,10 @@ class WorkloadHandler:
         times = self._time(metric, before + count)[0][before:].tolist()
         self.iteration_ns = int(np.median(times))  # warm-up times may include other set-ups
         return times
+
+    def compiler_choices(self) -> dict[str, Any]:
+        """What PyTorch's compiler chose by timing for the applied candidate."""
+        return msgspec.to_builtins(self._choices.of_process())
 
     def broken_off(self) -> dict[str, Any] | None:
         """Samples taken before the warm-up failed, as a `BrokenOff`; None if there are none."""

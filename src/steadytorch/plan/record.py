@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -99,6 +101,30 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     search_s: float
 
 
+_CACHED = re.compile(r"[a-z0-9]{2}/[A-Za-z0-9_-]{8,128}\.best_config")
+
+
+class CompilerChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What PyTorch's compiler chose by timing, for replays to choose the same.
+
+    Attributes:
+        kernels: launch configurations of Triton kernels in JSON, as the compiler's cache names and
+            holds them.
+        padded: whether to pad matrix products, by shapes, strides and dtypes.
+
+    Raises:
+        ValueError: a name is not one of the compiler's cache.
+    """
+
+    kernels: dict[str, dict[str, Any]] = {}
+    padded: dict[str, bool] = {}
+
+    def __post_init__(self) -> None:
+        for name in self.kernels:
+            if not _CACHED.fullmatch(name):
+                raise ValueError(f"{name[:80]!r} is no name in the compiler's cache")
+
+
 class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan as data. Loading one runs no code; its transforms come from a closed list.
 
@@ -114,6 +140,7 @@ class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         trains: for training plans, `trained_fingerprint` of the model; None for inference. The key
             covers loss and optimizer too, which `apply` does not get.
         libraries: versions of the libraries beside PyTorch that the candidate runs on.
+        compiler: what PyTorch's compiler chose by timing for the code that was measured.
     """
 
     name: str
@@ -126,6 +153,7 @@ class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     path: str | None = None
     trains: str | None = None
     libraries: dict[str, str] = {}
+    compiler: CompilerChoices = CompilerChoices()
 
     @property
     def id(self) -> str:

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from steadytorch.compiled.artefact import Shelf
+from steadytorch.compiled.compiler_choices import NONE, Choices
 from steadytorch.compiled.prebuilt import Source
 from steadytorch.errors import UnsupportedError
 from steadytorch.results.candidate import Candidate, describe
@@ -82,6 +83,7 @@ class Resolution:
         again: polled on later untouched calls; True resolves again.
         prebuilt: compiled code that the `compile` transform loads instead of compiling.
         shelf: where engines find the converted model.
+        choices: what `compile` is to choose without timing.
         for_all: whether this resolution holds for all inputs, for `RECONSIDERED_S` seconds.
         confirm: called once before the executor serves, with the reason if it could not be built;
             returns why it must not serve, or None.
@@ -94,6 +96,7 @@ class Resolution:
     again: Callable[[], bool] | None = None
     prebuilt: Source | None = None
     shelf: Shelf | None = None
+    choices: Choices = NONE
     for_all: bool = False
     confirm: Callable[[str | None], str | None] | None = None
 

@@ -338,6 +338,7 @@ class Entries:
                 entry.resolution.prebuilt,
                 self._options.trains,
                 entry.resolution.shelf,
+                entry.resolution.choices,
             )
         except Exception as error:
             kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)

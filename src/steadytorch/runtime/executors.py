@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.compiled import artefact
+from steadytorch.compiled import artefact, compiler_choices
 from steadytorch.compiled.artefact import Shelf
+from steadytorch.compiled.compiler_choices import Choices
 from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
@@ -54,6 +55,7 @@ def build(
     source: Source | None = None,
     trains: bool = False,
     shelf: Shelf | None = None,
+    choices: Choices = compiler_choices.NONE,
 ) -> Executor:
     """Applies a candidate to the model for the inputs at hand.
 
@@ -66,6 +68,7 @@ def build(
         source: compiled code that `compile` loads instead of compiling; None to compile.
         trains: whether gradients must reach the model's own weights.
         shelf: where engines find the converted model; None to convert.
+        choices: what `compile` is to choose without timing.
 
     Raises:
         UsageError: a transform is unknown, or the transforms cannot be combined.
@@ -87,6 +90,7 @@ def build(
             torch.set_grad_enabled(grad),
             supplied(source),
             artefact.supplied(shelf or artefact.EMPTY),
+            compiler_choices.supplied(choices),
         ):
             return _apply(parts, workload, stack, alias_outputs)
     except BaseException:

@@ -16,6 +16,7 @@ from torch import nn
 from steadytorch.ambient import ambient
 from steadytorch.compiled.artefact import beside
 from steadytorch.compiled.bundle import source
+from steadytorch.compiled.compiler_choices import Choices
 from steadytorch.device.facts import load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError
 from steadytorch.graphs.data_parallel import ddp_of, objection
@@ -236,7 +237,13 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The resolution for the plan's inputs, with its compiled code if `bundle`."""
         prebuilt = source(self) if bundle and compiles(self.candidate) else None
         shelf = beside(self.path) if engines(self.candidate) else None
-        return Resolution(self.candidate, origin=self.origin, prebuilt=prebuilt, shelf=shelf)
+        return Resolution(
+            self.candidate,
+            origin=self.origin,
+            prebuilt=prebuilt,
+            shelf=shelf,
+            choices=Choices(self.compiler),
+        )
 
     def _problem(self, model: nn.Module) -> str | None:
         """Why the plan must not serve on this rank, or None."""

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from steadytorch.compiled import prebuilt
+from steadytorch.compiled import compiler_choices, prebuilt
 from steadytorch.compiled.prebuilt import Task
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.rewrite.conversion import Converting, cloned
@@ -223,6 +223,8 @@ def inductor_options(parameters: Any) -> dict[str, Any]:
 
 def _backend(parameters: Any) -> Callable[..., Any]:
     options, freezing = inductor_options(parameters), parameters.freezing
+    choices = compiler_choices.current()
+    choices.place()
 
     def inductor(graph: Any, inputs: Any) -> Any:
         from torch._inductor import config
@@ -233,7 +235,8 @@ def _backend(parameters: Any) -> Callable[..., Any]:
         if freezing and not config.freezing:
             raise _NotFreezingError
         strides = {} if freezing else output_strides.options()
-        return compile_fx(graph, inputs, config_patches={**options, **strides})
+        with compiler_choices.padding(choices):
+            return compile_fx(graph, inputs, config_patches={**options, **strides})
 
     return inductor
 

@@ -13,7 +13,7 @@ import msgspec
 
 from steadytorch import transforms
 from steadytorch.bench.bench_worker import save_payload
-from steadytorch.compiled import bundle, model_digest, package
+from steadytorch.compiled import bundle, compiler_choices, model_digest, package
 from steadytorch.errors import SteadyError, UnsupportedError
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker, WorkerFault
@@ -80,6 +80,7 @@ def build(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
         cache, file = directory / "cache", directory / f"plan{bundle.PACKAGE}"
         at_work = partial(run_in_worker, plan, device, directory, cache)
         save_payload(workload, directory)
+        compiler_choices.put(directory, plan.compiler)
         # The model may be in use meanwhile; the saved weights must match the digest.
         if held is not None and _contents(workload)[0] != held:
             raise UnsupportedError("the model changed while it was being saved")

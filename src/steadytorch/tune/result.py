@@ -7,6 +7,7 @@ import msgspec
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import Judgement
 from steadytorch.plan.record import (
+    CompilerChoices,
     Evidence,
     PlanRecord,
     Speedup,
@@ -41,6 +42,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
         devices: devices that candidates were timed on, the first one first.
         devices_left_out: reason by device that was left out.
         timed_on: device by candidate, for those screened on a further device only.
+        compiler: what PyTorch's compiler chose by timing for the chosen candidate.
     """
 
     baseline: Measurement | None
@@ -59,6 +61,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     devices_left_out: dict[str, str] = {}
     timed_on: dict[str, str] = {}
+    compiler: CompilerChoices = CompilerChoices()
 
     def evidence(self) -> Evidence:
         """The result as stored in a plan, without samples.

@@ -18,7 +18,7 @@ import psutil
 
 from steadytorch import transforms
 from steadytorch.bench.bench_worker import save_payload
-from steadytorch.compiled import artefact
+from steadytorch.compiled import artefact, compiler_choices
 from steadytorch.device.facts import resolve_device
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.measure.race import TIE, MachineClaim, compare, machine_claim
@@ -138,6 +138,7 @@ def reverify(
     with shared_folder() as directory:
         save_payload(workload, directory)
         artefact.lend(plan.path, directory, transforms.artefacts(plan.candidate))
+        compiler_choices.put(directory, plan.compiler)
         launch = WorkerLauncher(directory, int(0.8 * psutil.virtual_memory().available), {})
 
         def prepared(number: int) -> SetupScheduler:

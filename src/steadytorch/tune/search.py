@@ -21,7 +21,7 @@ from steadytorch.errors import UsageError
 from steadytorch.findings.finding import Finding
 from steadytorch.measure.measurement import Measurement
 from steadytorch.measure.race import LOOKS, TIE, compare, race
-from steadytorch.plan.record import Speedup, Trial
+from steadytorch.plan.record import CompilerChoices, Speedup, Trial
 from steadytorch.process.neighbour import Neighbour
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec, describe
@@ -132,6 +132,7 @@ class Search:
         )
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
+        self._compiler = CompilerChoices()
         self._lowered: Candidate = ()
 
     def run(self) -> TuneResult:
@@ -387,6 +388,8 @@ class Search:
         while (chosen := self._raced()) is not self._pool.baseline:
             if (confirmed := self._confirmed(chosen)) is not None:
                 self._final = confirmed
+                if confirmed[2] is chosen:
+                    self._compiler = chosen.compiler_choices()
                 return
         mark = len(chosen.blocks)
         self._watcher.phase("timing the untouched workload")
@@ -643,6 +646,7 @@ class Search:
             seconds=self._budget.spent(),
             ended=self._how_it_ended(),
             interrupted=interrupted,
+            compiler=self._compiler,
             devices=self._scheduler.devices,
             devices_left_out=dict(self._scheduler.left_out),
             timed_on={

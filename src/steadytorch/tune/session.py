@@ -23,7 +23,7 @@ from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError, one_line
 from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
-from steadytorch.plan.record import Evidence, Speedup
+from steadytorch.plan.record import CompilerChoices, Evidence, Speedup
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
 from steadytorch.process.fork_server import ForkServer
@@ -338,7 +338,7 @@ class Session:
             anew: whether to replace a stored plan. Otherwise a plan that another process stored
                 meanwhile is kept and returned, so that concurrent searches share one plan.
         """
-        plan = self._plan(result.chosen, result.evidence())
+        plan = self._plan(result.chosen, result.evidence(), result.compiler)
         kept = self._stored(plan, anew)
         converted, self._converted = self._converted, None
         if converted is not None and kept.candidate == result.chosen:
@@ -379,7 +379,12 @@ class Session:
         """Builds the plan's bundle; returns None or why it failed. See `bundle.keep_bundle`."""
         return keep_bundle(plan, self.workload, self._device)
 
-    def _plan(self, candidate: Candidate, evidence: Evidence) -> Plan:
+    def _plan(
+        self,
+        candidate: Candidate,
+        evidence: Evidence,
+        compiler: CompilerChoices = CompilerChoices(),  # noqa: B008  # immutable
+    ) -> Plan:
         workload = self.workload
         return Plan(
             name=workload.name,
@@ -391,6 +396,7 @@ class Session:
             version=__version__,
             trains=trained_fingerprint(workload.untouched) if workload.is_training else None,
             libraries=transforms.libraries(candidate),
+            compiler=compiler,
         )
 
     def options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:

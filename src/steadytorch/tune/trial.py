@@ -14,14 +14,17 @@ from steadytorch.bench.bench_worker import SetUp
 from steadytorch.bench.ramp import LONG_NS
 from steadytorch.measure.measurement import Measurement, summarize
 from steadytorch.measure.statistics import order_interval
-from steadytorch.plan.record import Trial
+from steadytorch.plan.record import CompilerChoices, Trial
 from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
+from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import precision_of
 from steadytorch.verification.verdict import Verification
 
 HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
+CHOICES_S = 20.0
+"""Timeout in seconds for reading the compiler's choices."""
 
 
 class Launcher(Protocol):
@@ -219,6 +222,19 @@ class LiveTrial:
             self.began_s += now_s - self._paused_s
             self._paused_s = None
             self.worker.resume()
+
+    def compiler_choices(self) -> CompilerChoices:
+        """What PyTorch's compiler chose by timing; nothing if its worker cannot tell.
+
+        On a CPU the compiler times nothing.
+        """
+        if not compiles(self.candidate) or not self.device.startswith("cuda"):
+            return CompilerChoices()
+        try:
+            found = self.worker.call("compiler_choices", CHOICES_S)
+        except WorkerFault:
+            return CompilerChoices()
+        return msgspec.convert(found, CompilerChoices)
 
     def frozen(self, allowed: bool) -> Trial:
         """The trial as data."""

@@ -1,0 +1,171 @@
+"""What PyTorch's compiler chose by timing, kept with a plan so that replays choose the same.
+
+Inductor times launch configurations of its Triton kernels, and whether padding a matrix product
+pays. Each process times anew. Short kernels take less time than their launch, so chance decides:
+two processes that compiled EfficientNet-B0 on an H100 chose 22 of 46 kernels differently, and their
+code took 2.17 and 2.20 ms. For Swin-T it took 2.87 and 3.01 ms.
+
+The choices are data: numbers by names that are digests of a kernel's source. Inductor ignores a
+configuration that was chosen from others than it would try. Kernels of another device of the same
+host have other names, because their source names the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from steadytorch.plan.record import CompilerChoices
+
+_FILE, _PADDING = "compiler-choices.json", "padding"
+_log = logging.getLogger("steadytorch")
+
+
+class Choices:
+    """Earlier choices for a compilation, and a folder for new ones.
+
+    Args:
+        made: choices to repeat.
+        folder: where processes that compile for one search share decisions about padding; None to
+            keep none.
+    """
+
+    def __init__(self, made: CompilerChoices, folder: Path | None = None) -> None:
+        self.made, self._folder = made, folder
+
+    def place(self) -> None:
+        """Writes the kernels' configurations to the compiler's cache, in place of others."""
+        if not self.made.kernels:
+            return
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        try:
+            for name, choice in self.made.kernels.items():
+                _write(Path(cache_dir()) / name, json.dumps(choice))
+        except OSError as error:
+            _log.warning("kernels are tuned anew: the compiler's cache is not writable: %s", error)
+
+    def padded(self, product: str) -> bool | None:
+        """Whether to pad a product, or None if that was not decided yet."""
+        found = self.made.padded.get(product)
+        if found is None and self._folder is not None:
+            with suppress(FileNotFoundError):
+                found = json.loads(self._path(self._folder, product).read_text("utf-8"))[1]
+        return found
+
+    def decide(self, product: str, pads: bool) -> bool:
+        """Notes whether to pad a product; returns what was decided first, maybe elsewhere."""
+        if self._folder is None:
+            return pads
+        self._folder.mkdir(exist_ok=True)
+        path = self._path(self._folder, product)
+        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+        temporary.write_text(json.dumps([product, pads]), "utf-8")
+        with suppress(FileExistsError):
+            os.link(temporary, path)  # unlike renaming, it never replaces a file
+        temporary.unlink()
+        return json.loads(path.read_text("utf-8"))[1]
+
+    def of_process(self) -> CompilerChoices:
+        """The choices behind the code that this process compiled or loaded from the cache."""
+        noted = [] if self._folder is None else self._folder.glob("*.json")
+        padded = dict(json.loads(path.read_text("utf-8")) for path in noted)
+        return CompilerChoices(dict(sorted(_kernels())), dict(sorted(padded.items())))
+
+    @staticmethod
+    def _path(folder: Path, product: str) -> Path:
+        return folder / f"{hashlib.sha256(product.encode()).hexdigest()}.json"
+
+
+NONE = Choices(CompilerChoices())
+_CHOICES: ContextVar[Choices] = ContextVar("steadytorch_compiler_choices", default=NONE)
+
+
+@contextmanager
+def supplied(choices: Choices) -> Iterator[None]:
+    """Make `compile`, if applied on this thread, repeat these choices."""
+    before = _CHOICES.set(choices)
+    try:
+        yield
+    finally:
+        _CHOICES.reset(before)
+
+
+def current() -> Choices:
+    """The choices for transforms applied on this thread."""
+    return _CHOICES.get()
+
+
+def put(directory: Path, made: CompilerChoices) -> None:
+    """Leaves a plan's choices to the workers that share this directory."""
+    (directory / _FILE).write_bytes(msgspec.json.encode(made))
+
+
+def within(directory: Path) -> Choices:
+    """The choices that workers of this directory share."""
+    made = CompilerChoices()
+    with suppress(FileNotFoundError):
+        made = msgspec.json.decode((directory / _FILE).read_bytes(), type=CompilerChoices)
+    return Choices(made, directory / _PADDING)
+
+
+@contextmanager
+def padding(choices: Choices) -> Iterator[None]:
+    """Have Inductor decide about padding as in `choices` while it compiles.
+
+    Dynamo compiles under a lock of the process, so no other compilation runs meanwhile.
+    """
+    if choices is NONE:
+        yield
+        return
+    from torch._inductor.fx_passes import pad_mm
+
+    decide = pad_mm._should_pad
+
+    def decided(match: Any, mat1: Any, mat2: Any, op: Any, input: Any = None) -> bool:
+        product = pad_mm.should_pad_bench_key(match, mat1, mat2, op, input)
+        pads = choices.padded(product)
+        if pads is None:
+            pads = choices.decide(product, bool(decide(match, mat1, mat2, op, input)))
+        return pads
+
+    pad_mm.__dict__["_should_pad"] = decided
+    try:
+        yield
+    finally:
+        pad_mm.__dict__["_should_pad"] = decide
+
+
+def _kernels() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name in the compiler's cache and configuration of each tuned kernel of this process."""
+    heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    if heuristics is None:
+        return
+    for each in gc.get_objects():  # Inductor keeps no list of them
+        if not issubclass(type(each), heuristics.CachingAutotuner):
+            continue
+        saves = getattr(each.save_cache_hook, "__self__", None)  # None with a single configuration
+        if saves is not None and saves.local_cache is not None:
+            path = Path(saves.local_cache[1])
+            with suppress(FileNotFoundError):
+                choice = json.loads(path.read_text("utf-8"))
+                yield "/".join(path.parts[-2:]), choice
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
