@@ -105,6 +105,34 @@ def test_a_compilation_that_never_ends_leaves_the_best_of_the_others():
     assert not any(worker.alive for worker in machine.workers)
 
 
+@pytest.mark.parametrize("untouched_ms", [10, 30, 100, 600])
+@pytest.mark.parametrize("budget_s", [45.0, 90.0, 120.0])
+def test_nothing_is_begun_once_no_time_is_left_to_explore(monkeypatch, budget_s, untouched_ms):
+    machine, asked = Machine(0, compile_s=45.0), []
+    machine.untouched_ns = untouched_ms * MS
+    affordable = Search._affordable
+
+    def noted(self, batch):
+        asked.append(machine.seconds)
+        assert asked[-200:-100] != asked[-100:]  # it would ask for ever
+        return affordable(self, batch)
+
+    monkeypatch.setattr(Search, "_affordable", noted)
+    available = [spec for spec in AVAILABLE if spec.name != "cuda_graph"]
+    assert search(machine, budget_s, slots=2, available=available, device="cpu").winner
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("untouched_ms", "budget_s"), [(100, 90.0), (300, 90.0), (1000, 120.0)])
+def test_compiled_code_is_waited_for_in_place_of_a_final_race(seed, untouched_ms, budget_s):
+    machine = Machine(seed, compile_s=25.0)
+    machine.untouched_ns = untouched_ms * MS
+    available = [spec for spec in AVAILABLE if spec.name != "cuda_graph"]
+    found = search(machine, budget_s, slots=2, available=available, device="cpu")
+    assert any(spec.name == "compile" for spec in found.chosen)
+    assert found.seconds <= 1.2 * budget_s
+
+
 def test_a_search_stops_when_no_gain_is_expected_and_says_so():
     machine = Machine(2, compile_s=10.0)
     result = search(machine, 3600.0)

@@ -133,6 +133,10 @@ class Budget:
         """Seconds left after the reserve."""
         return self.remaining() - self.reserve_s()
 
+    def left_without_race(self) -> float:
+        """Seconds left if the leader is confirmed without a final race."""
+        return self.remaining() - self.confirmation_s()
+
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.
 

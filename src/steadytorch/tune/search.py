@@ -534,12 +534,17 @@ class Search:
         return self._budget.left_to_set_up_s(expected_s, self._scheduler.elapsed_s(trial))
 
     def _waits_longer(self, needed_s: float) -> bool:
-        """Grants overtime if the first compiled candidate is about to be ready."""
-        if self._has_timed_compiled():
-            return False
+        """Whether the first compiled candidate is waited for in place of a final race.
+
+        Grants overtime if it is about to be ready.
+        """
         rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
-        more_s = self._budget.may_add_s()
-        if not rivals or self._soonest_s(rivals) + needed_s > more_s:
+        if not rivals or self._has_timed_compiled():
+            return False
+        beyond_s = self._soonest_s(rivals) + needed_s - self._budget.left_without_race()
+        if beyond_s <= 0.0:
+            return True
+        if beyond_s > self._budget.may_add_s():
             return False
         label = describe(min(rivals, key=self._left_s).candidate)
         self._go_beyond("waiting for a compiled candidate", f"{label} is about to be ready")
@@ -585,6 +590,8 @@ class Search:
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
+        if left_s < 0.0:  # overtime is for what is under way
+            return []
         in_turn = self._scheduler.shares_cores
         if in_turn:
             left_s -= self._kept_s(left_s)
@@ -602,9 +609,14 @@ class Search:
         return taken[: self._slots]
 
     def _kept_s(self, left_s: float) -> float:
-        """Seconds that compilations under way need; 0 where that is more than there is."""
+        """Seconds that compilations under way need; 0 where that is more than there is.
+
+        The first one may take the time of the final race, and overtime.
+        """
         paused = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         needed_s = sum(map(self._left_s, paused))
+        if not self._has_timed_compiled():
+            left_s = self._budget.left_without_race() + self._budget.may_add_s()
         return needed_s if needed_s < left_s else 0.0
 
     # -- outcome --------------------------------------------------------------------------------
