@@ -1,13 +1,13 @@
-"""What PyTorch's compiler chose by timing, kept with a plan so that replays choose the same.
+"""Choices that PyTorch's compiler made by timing, stored with a plan for later processes to repeat.
 
 Inductor times launch configurations of its Triton kernels, and whether padding a matrix product
-pays. Each process times anew. Short kernels take less time than their launch, so chance decides:
-two processes that compiled EfficientNet-B0 on an H100 chose 22 of 46 kernels differently, and their
-code took 2.17 and 2.20 ms. For Swin-T it took 2.87 and 3.01 ms.
+pays. Each process repeats this timing. Short kernels take less time than their launch, so chance
+decides: two processes that compiled EfficientNet-B0 on an H100 chose 22 of 46 kernels differently,
+and their code took 2.17 and 2.20 ms. For Swin-T it took 2.87 and 3.01 ms.
 
-The choices are data: numbers by names that are digests of a kernel's source. Inductor ignores a
-configuration that was chosen from others than it would try. Kernels of another device of the same
-host have other names, because their source names the device.
+The choices are plain data. Configurations are stored under a digest of the kernel's source.
+Inductor ignores a stored configuration if its set of candidates has changed. Kernels for another
+device of the same host have another digest, because their source names the device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Strides of what compiled code returns: outputs keep their own, gradients have the weights'.
+"""Inductor passes that fix strides: outputs keep the eager strides, gradients get their weights'.
 
-For the matrix units of a GPU, Inductor pads products whose sizes are no multiple of 8 and returns a
-view of the padded result. It notes the strides that outputs must keep only after that. So logits
-over 50,257 tokens would get rows of 50,264, and code that flattens them could fail.
+For tensor cores, Inductor pads matrix products whose sizes are no multiple of 8 and returns a view
+of the padded result. It records the strides that outputs must keep only after padding. Logits over
+50,257 tokens would therefore get rows of 50,264, and code that flattens them could fail.
 
-Convolutions over channels-last images return channels-last gradients. Autograd copies those of
-contiguous weights one by one, by a slow kernel each: 17 copies and 68 us of 3.3 ms for a training
-step of ResNet-50 at batch 8 in bf16 on an H100. Compiled code converts them where it converts their
-dtype.
+Convolutions over channels-last images return channels-last gradients. If the weights are
+contiguous, autograd copies each such gradient with a slow kernel: 17 copies and 68 us of 3.3 ms for
+a training step of ResNet-50 at batch 8 in bf16 on an H100. With these passes, compiled code changes
+the layout together with the dtype.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _copy(node: fx.Node, layout: torch.memory_format) -> fx.Node:
 
 
 def _format(weight: Tensor) -> torch.memory_format | None:
-    """The memory format of images or their weights; None of others, and where all formats fit."""
+    """Memory format of a 4D or 5D weight; None for others, or unless exactly one fits."""
     if weight.dim() not in _CHANNELS_LAST:
         return None
     formats = torch.contiguous_format, _CHANNELS_LAST[weight.dim()]

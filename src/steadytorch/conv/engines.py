@@ -201,9 +201,10 @@ class Graph:
         return any(note.name == _RUNTIME for note in notes)
 
     def refusals(self, note: str | None) -> list[str | None]:
-        """Errors of the plans if a note (for None, any workspace) is forbidden; None if accepted.
+        """Forbid a numerical note, then return each plan's build error; None if a plan builds.
 
-        This changes the graph: rejected plans stay rejected, so call it on a graph of its own.
+        With `note` None, any workspace is forbidden instead; the errors then name the size needed.
+        Rejected plans stay rejected, so call this on a separate graph.
         """
         if note is None:
             self._graph.deselect_workspace_greater_than(-1)

@@ -10,8 +10,8 @@ import time
 class ThreadTime:
     """CPU time of the thread that enters this context, without garbage collections.
 
-    A collection runs in the thread that happens to allocate next, whose garbage it is not. In a
-    training script, one took 0.3 s in a thread that else took 0.1 % of a core.
+    A collection runs in whichever thread allocates next, even if other threads made the garbage.
+    In a training script, one took 0.3 s in a thread that otherwise used 0.1 % of a core.
     """
 
     def __enter__(self) -> ThreadTime:

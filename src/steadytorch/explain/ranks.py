@@ -29,7 +29,7 @@ MOST_STEPS = 8
 """Maximum steps listed in a finding."""
 _DRAWS = 10_000
 _MOST_DEALT = 1_000_000
-"""Steps dealt at a time, to bound memory."""
+"""Steps assigned to random ranks at a time, to bound memory."""
 _IN_NAME = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 
 
@@ -216,8 +216,8 @@ def _waited(compared: Compared, rank: int) -> float:
 def _chance(late: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Probability of these mean latenesses, shape (ranks,), if all ranks were equal.
 
-    Among equal ranks each step's lateness falls on any of them alike. So it is dealt out at random,
-    and the largest sum of a rank is compared with the observed ones.
+    Equal ranks are equally likely to be late at each step. So each step's lateness is assigned to a
+    random rank, many times, and the largest mean of a rank is compared with the observed means.
     """
     generator, ranks, steps = np.random.default_rng(0), len(cost), len(late)
     rows, exceeded = max(1, _MOST_DEALT // steps), np.ones(ranks)

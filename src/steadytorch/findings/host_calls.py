@@ -17,7 +17,7 @@ from steadytorch.traces.steps import MARK
 
 @dataclass(frozen=True, eq=False)
 class Steady:
-    """Those of some rows that lie in steady steps.
+    """Rows that lie in steady steps, as selected by `steady`.
 
     Attributes:
         rows: the rows, int64, shape (rows,).

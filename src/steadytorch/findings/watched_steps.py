@@ -135,13 +135,13 @@ class WatchedSteps:
     def counts(self, name: str, least: float, part: float = 1.0) -> bool:
         """Whether part of a slice takes at least a share of the time, or makes the steps uneven.
 
-        The step in which the slice takes longest is left out: what happens once is no habit. So
-        are contended steps: the slice they were in is chance.
+        The step with the longest slice is left out, since a single event may not recur. Contended
+        steps are left out too: which slice happened to wait for a core is chance.
 
         Args:
             name: the slice.
             least: minimum share of the time.
-            part: share of the slice that is meant, which has as much of its variance.
+            part: share of the slice to judge; the same share of its variance is assumed.
         """
         out = {int(self.slices_ns[name].argmax()), *self.contended}
         rest = [step for step in range(len(self.totals_ns)) if step not in out]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 MOST_APART = 1e-3
-"""How far loss and update of a graph may be from the eager step's, as a relative L2 distance,
-where two eager steps agree better: libraries may choose other algorithms while recording, which
-moves 16-bit sums by some 1e-4. A wrong mask, rate or batch moves them by 1e-2 and more."""
+"""Maximum relative L2 distance between graph and eager step, for loss, gradients and update each.
+Libraries may choose other algorithms while recording, which moves 16-bit sums by about 1e-4. A
+wrong mask, rate or batch moves them by 1e-2 and more."""
 NOISE_FACTOR = 4.0
-"""And how many times the distance of two eager steps from one state."""
+"""The maximum is at least this multiple of the distance between two eager steps from one state."""
 ROOM = 4
-"""Copies of all that a step writes to, which a comparison on the device must leave room for: the
-state before, what the first step left (updates and gradients), and one more."""
+"""A snapshot stays on the GPU if this many copies of all tensors that a step writes to fit there:
+the state before, the first step's updates and its gradients, and one spare."""
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 _SYNCHRONISES = "synchronizing CUDA operation"
 
@@ -79,10 +79,10 @@ class _Taken(NamedTuple):
 
 
 class Snapshot:
-    """Tensors and random numbers before a step, to begin there again and compare where it leads.
+    """State before a step (tensors, random numbers), to run several steps from it and compare them.
 
-    What the first step left is kept; what further steps left is compared with it, a tensor at a
-    time. Copies stay on the device where `ROOM` times as much memory is free, else on the host.
+    The first step's results are kept. Those of later steps are compared with them, one tensor at a
+    time. Copies stay on the device if `ROOM` times as much memory is free, else on the host.
 
     Args:
         tensors: all that a step writes to.
@@ -111,7 +111,7 @@ class Snapshot:
 
     @torch.no_grad()
     def taken(self, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """Takes in what a step since left: the first one is what others are compared with."""
+        """Take a step's results: keep those of the first step, compare later ones with them."""
         moved = (
             tensor.detach() - kept.to(tensor.device)
             for tensor, kept in zip(self._tensors, self._kept, strict=True)
@@ -128,9 +128,9 @@ class Snapshot:
             self._apart.append(None)
 
     def disagreement(self) -> str | None:
-        """Why the third step is not the first two; None if it is.
+        """Return how the third step, a replay, differs from the two eager steps before it, or None.
 
-        The first two are eager ones, whose distance is noise. The third one replays a graph.
+        Tolerance: `MOST_APART`, or `NOISE_FACTOR` times the distance between the eager steps.
         """
         noises, found = self._apart
         if noises is None or found is None:

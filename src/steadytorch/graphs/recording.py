@@ -41,9 +41,10 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collects garbage, then no more: it may free device memory, which CUDA forbids in recordings.
+    """Collect garbage, then disable the collector inside the `with` block.
 
-    Within another pause it does nothing.
+    A collection may free device memory, which CUDA forbids during a recording. Does nothing if the
+    collector is already disabled.
     """
     if not gc.isenabled():
         yield
@@ -57,18 +58,18 @@ def collector_paused() -> Iterator[None]:
 
 
 def _end_allocations(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """Has the allocator take the recording for ended, which a failed one never is."""
+    """Tell the allocator that a failed recording has ended, in case PyTorch did not."""
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
-        with suppress(RuntimeError):  # it was ended after all
+        with suppress(RuntimeError):  # already ended
             end(stream.device.index, graph.pool())
 
 
 def restore_generator(stream: torch.cuda.Stream) -> None:
-    """Has the device's generator draw again after a recording that failed.
+    """Make the device's random number generator usable again after a failed recording.
 
-    Ending a recording is what tells the generator that it is over, and a failed one is never ended.
-    So an empty one is recorded, which keeps the generator's seed and offset.
+    The generator leaves capture mode only when a recording ends without error. So a trivial graph
+    is recorded; the generator's seed and offset are preserved.
     """
     torch.cuda.synchronize(stream.device)
     state = torch.cuda.get_rng_state(stream.device)
@@ -83,13 +84,14 @@ def restore_generator(stream: torch.cuda.Stream) -> None:
 
 
 def release_frames(error: BaseException, around: BaseException | None = None) -> None:
-    """Drops what the frames of a failed recording hold: an autograd graph on the recording stream.
+    """Clear the frames of a failed recording, which hold an autograd graph of its stream.
 
-    PyTorch warns where a later backward pass meets what is left of one.
+    If parts of that graph survive, PyTorch warns in a later backward pass.
 
     Args:
         error: what the recording raised.
-        around: what was being handled when it began, and is the caller's; None for nothing.
+        around: the caller's exception, already being handled when the recording began; its frames
+            are kept. None if there was none.
     """
     for each in _contexts(error, around):
         traceback.clear_frames(each.__traceback__)

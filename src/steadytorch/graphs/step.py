@@ -1,12 +1,13 @@
 """Whole training steps as CUDA graphs.
 
-The first steps of each input signature run eagerly: they are steps of the training, and warm the
-code up. The next one is recorded, which runs nothing, and replayed. So recording moves no weights,
-statistics or random numbers.
+The first steps of each input signature run eagerly: they are real training steps and serve as
+warm-up. The next step is recorded, which executes nothing, and then replayed. Recording therefore
+changes no weights, statistics or random number state.
 
-Before each replay the host checks that all values that a graph has fixed are unchanged: addresses
+Before each replay, the host checks that every value baked into the graph is unchanged: addresses
 of parameters, buffers and optimizer state, hyper-parameters, modes, plain attributes. Inputs and
-learning rates are copied to where the graph reads them. Steps that cannot be replayed run eagerly.
+learning rates are copied to buffers that the graph reads. Steps that cannot be replayed run
+eagerly.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from steadytorch.workload.update import (
 )
 
 BACKWARD, UPDATE, STEP = "backward", "update", "step"
-"""What is recorded: forward, loss and backward; these, and the update as a second graph; both as
-one graph."""
+"""What is recorded. BACKWARD: forward, loss and backward. UPDATE: also the update, as a second
+graph. STEP: all in one graph; with gradient accumulation, the same as UPDATE."""
 SCOPES = (BACKWARD, UPDATE, STEP)
 WARM_UP = 3
 """Eager steps before the first recording. PyTorch's own recipe takes as many: libraries choose
@@ -57,7 +58,8 @@ WARM_UP_AGAIN = 2
 MOST_SIGNATURES = 16
 """Graphs kept; the least recently used goes."""
 MOST_ANEW = 3
-"""Recordings for changed hyper-parameters, or moved tensors, after which there are no more."""
+"""Maximum re-recordings because a hyper-parameter or attribute changed, or a tensor moved. After
+that, the affected part of the step runs eagerly."""
 
 WARMING = "warming up"
 OTHER_DEVICE = "an input is not on the current GPU: call torch.cuda.set_device"
@@ -87,8 +89,8 @@ class CapturedStep:
     Args:
         step: the step itself; eager calls and recordings run it.
         scope: what is recorded, one of `SCOPES`.
-        modules: the model and the loss, as far as they are modules: what a step may write to.
-        valid: why nothing may be replayed now; None if it may. Asked before each replay.
+        modules: the model and the loss, each if it is a module; a step may write to their tensors.
+        valid: polled before each replay; returns why graphs must not be used now, or None.
         check: whether each new graph is compared with the eager step once, before it serves.
 
     Attributes:
@@ -96,8 +98,7 @@ class CapturedStep:
         replays: micro-batches that were replayed.
         eager: reason to the number of micro-batches that ran eagerly.
         graphs: recordings made.
-        update_reason: why updates run eagerly although they were to be recorded; None if they do
-            not.
+        update_reason: why updates run eagerly whatever `scope` says; None if they may be recorded.
     """
 
     warm_up = WARM_UP
@@ -182,7 +183,7 @@ class CapturedStep:
         return self._run(given)
 
     def _run(self, given: tuple[Any, ...]) -> Tensor:
-        """The eager step, with learning rates as graphs have them once there are graphs."""
+        """Run the step eagerly; an update that can be recorded reads the graphs' learning rates."""
         try:
             loss = self.step.backward(*given)
             self._advance()
@@ -191,17 +192,17 @@ class CapturedStep:
         return loss
 
     def _remember_settings(self) -> None:
-        """Python code of the step has run: values that it set itself are no change."""
+        """Take current Python values as the reference: values that the step sets are no change."""
         if self._settings is None:
             self._settings = Settings(self._modules, self.step.loss)
         else:
             self._settings.remember()
 
     def _after_change(self, settings: Settings, given: tuple[Any, ...]) -> Tensor:
-        """An eager step after values of Python have changed.
+        """Run one eager step after Python values changed between steps.
 
-        Graphs stay where the step sets these values itself: calls outside of it, as those of a
-        validation, have changed them too.
+        If the step sets them back, only code outside of it changed them, such as a validation: the
+        graphs stay valid. Otherwise they are dropped.
         """
         before = settings.values
         loss = self._eagerly(SET, given)
@@ -228,20 +229,20 @@ class CapturedStep:
         return self._fixed.rates.refreshed()
 
     def _begin_anew(self, often: str) -> None:
-        """Drops all graphs, and records no more where that happens too often."""
+        """Drop all graphs; after more than `MOST_ANEW` changes, run eagerly for reason `often`."""
         self._forget()
         self._anew += 1
         if self._anew > MOST_ANEW:
             self._off = self._off or often
 
     def _warming(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
-        """An eager step of a new signature, on the stream that will record.
+        """Run a warm-up step of a new signature, on the stream that will record.
 
-        The last one is watched: for calls that wait for the GPU, for Python state, and for random
-        numbers of the CPU.
+        The last warm-up step is checked for what a graph cannot record: calls that wait for the
+        GPU, changes of Python state, and random numbers drawn on the CPU.
         """
         is_last = entry.warm_up == 1
-        # The first update makes state, learning rates and attributes of the optimizer.
+        # Ignore the optimizer until its first update, which creates its state and attributes.
         stepped = self._stepped
         before = self._python_state(stepped) if is_last else None
         drawn = host_random() if is_last else None
@@ -304,7 +305,7 @@ class CapturedStep:
         return self._replayed(entry, given, first, last)
 
     def _refused(self, entry: _Entry, reason: str) -> str:
-        """Gives up on what could not be recorded: the update where it was part of it."""
+        """Give up on update graphs if the failed recording had one, else on this signature."""
         self._recover(entry)
         if self._records_update:
             self._leave_update(reason)
@@ -320,7 +321,7 @@ class CapturedStep:
             return_counters(self.step.optimizer)
 
     def _prepared(self, entry: _Entry, first: bool) -> str | None:
-        """Sees that all that graphs have fixed is in place; a reason where it is not."""
+        """Check all values baked into graphs; return why this step must run eagerly, or None."""
         fixed = self._fixed = self._fixed or _Fixed(self.step, self._modules)
         if fixed.moved():
             self._begin_anew(MOVING)
@@ -356,7 +357,7 @@ class CapturedStep:
         return None
 
     def _recorded(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> bool:
-        """Records what this micro-batch needs and is not recorded yet; says whether it did."""
+        """Record the graphs that this micro-batch still lacks; return whether there were any."""
         made = False
         if entry.feed is None:
             entry.static = static_inputs((given[0], given[2]), given[1])
@@ -476,12 +477,12 @@ class CapturedStep:
             hook(optimizer, (optimizer,), {})
 
     def _place_gradients(self, entry: _Entry, keep: bool = False) -> None:
-        """Has parameters hold the gradients that this entry's graphs write and read.
+        """Make `.grad` of each parameter the tensor that this entry's graphs write and read.
 
         Args:
-            entry: whose gradients.
-            keep: whether what parameters hold now is to be there: gradients of micro-batches that
-                ran eagerly, or with another signature.
+            entry: the entry with the graphs.
+            keep: whether to copy the current gradients into these tensors: those of micro-batches
+                that ran eagerly, or with another signature.
         """
         for parameter, gradient in zip(self.step.parameters(), entry.gradients, strict=True):
             held = parameter.grad
@@ -723,7 +724,7 @@ class _Fixed:
         return [*self.held, *state]
 
     def moved(self) -> bool:
-        """Whether a tensor lies elsewhere, or is another, or groups changed."""
+        """Whether a tensor was moved or replaced, or `requires_grad` or a group changed."""
         return (
             self._registries.changed()
             or list(map(_address, self.held)) != self._addresses
@@ -732,10 +733,10 @@ class _Fixed:
         )
 
     def adopted(self) -> bool:
-        """Puts the optimizer's state where graphs read it; False where there is none to put.
+        """Put the optimizer's state into the tensors that graphs read; return False if missing.
 
-        `load_state_dict` replaces the state: its values are copied into the tensors that graphs
-        know, which take their place.
+        `load_state_dict` makes new state tensors. Their values are copied into the recorded
+        tensors, which then replace them in the optimizer.
         """
         state = self._optimizer.state
         if not self._slots:
@@ -753,7 +754,7 @@ class _Fixed:
         return True
 
     def remember_state(self) -> bool:
-        """Takes the optimizer's state for that of the graphs; False where it is not complete."""
+        """Note the current state tensors as those that graphs read; return False if incomplete."""
         move_counters(self._optimizer)
         state = self._optimizer.state
         self.counts = any(

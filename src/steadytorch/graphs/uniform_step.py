@@ -33,7 +33,7 @@ from steadytorch.ranks.group import Ranks
 from steadytorch.workload.step import EagerStep
 
 MOST_VOTES = 8
-"""Votes of which none led to graphs, after which there are no more."""
+"""Maximum failed votes; after that, ranks stop voting and steps run eagerly."""
 WAITING = "ranks have not agreed to record this step"
 ACCUMULATES = "steps of several micro-batches are not recorded under DDP"
 

@@ -111,7 +111,7 @@ class CapturedGraph:
         self._given = [place for place in range(len(examples)) if place not in weights]
         self._fast = optimize(_with_weights(graph, weights), **options)
         self._calls: Counter[str] = Counter()
-        # A worker traces the graph anew when it loads it, which runs these instead of tracing them.
+        # A worker retraces the graph on loading: these calls would run then, and not be recorded.
         switches = any(node.target in _SWITCHING for node in graph.graph.nodes)
         self._problem: str | None = SWITCHES if switches else FIRST
         CapturedGraph.count += 1

@@ -27,8 +27,8 @@ ON_HOST = r"(gloo|mpi):.*"
 IDLE = ("unknown", "cpu_python", "cpu_waiting", "cpu_communication")
 """Slices of a CPU trace that cannot hide a collective: the main thread may wait for it."""
 IN_WATCH = (("cpu_forward", "cpu_backward"), ("cpu_backward",))
-"""Slices of a watch's trace in which ranks may wait for one another; the second choice finds a rank
-that is late in the first slice itself."""
+"""Slices of a watch's trace in which ranks may wait for one another, in the order tried. The second
+choice counts `cpu_forward` as own work, to find a rank that is late there."""
 
 Key = tuple[int, str, int]
 """A collective: number of the step, kind with process group, place among its kind in the step."""
@@ -174,8 +174,8 @@ def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
 
     Args:
         ranks: two or more, of one kind.
-        waits: for traces of a watch: slices in which a rank waits as long as it exceeds the fastest
-            rank.
+        waits: for traces of a watch: slices in which time beyond the fastest rank's counts as
+            waiting.
     """
     numbers = tuple(sorted(set.intersection(*(set(rank.numbers) for rank in ranks))))
     by_number = [{n: place for place, n in enumerate(rank.numbers)} for rank in ranks]

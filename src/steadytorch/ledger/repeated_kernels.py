@@ -19,7 +19,7 @@ class Repeats:
         count: kernels of each step, int64, shape (steps,).
         usual_ns: summed median time of each step's kernels, shape (steps,); steps differ in it if
             they run other kernels.
-        slower_ns: kernel time of each step beyond that, less overlap, shape (steps,).
+        slower_ns: time of each step with a kernel running, minus `usual_ns`, shape (steps,).
         step: step of each kernel, shape (kernels,).
         name: index into `Trace.names`, shape (kernels,).
         over_ns: time of each kernel beyond its median, float64, shape (kernels,).

@@ -1,8 +1,8 @@
 """Starts workers in milliseconds: a process that imports the modules once, and forks the workers.
 
 Importing PyTorch and its compiler takes seconds, for each worker and on all cores at once. Forked
-workers share what the server has imported. They also share its address space layout, so processes
-that stand for the scatter between processes are started afresh instead.
+workers share what the server has imported. They also share its address space layout, so
+measurements of the variation between processes start fresh interpreters instead.
 """
 
 from __future__ import annotations

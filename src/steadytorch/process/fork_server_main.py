@@ -164,8 +164,8 @@ def _fork() -> int:
 def _can_fork() -> bool:
     """Whether forked processes would work after what was imported.
 
-    BLAS libraries end their threads before a fork. With OpenMP's threads, a forked process waits
-    for ever, and PyTorch refuses CUDA to it once the parent has asked for devices; both are tried.
+    BLAS libraries end their threads before a fork. A forked process hangs if the parent has started
+    OpenMP threads, and cannot use CUDA if the parent has queried devices. `_computes` tests both.
     """
     if threading.active_count() > 1:
         return False

@@ -70,10 +70,10 @@ class Operators:
 
     @cached_property
     def charged(self) -> np.ndarray:
-        """The operator with known work that each operator belongs to: itself or a caller.
+        """Row of the nearest operator with known work, for each operator: itself or a caller.
 
-        int64, by row; -1 if the work is unknown. If a wrapper calls an operator whose work is known
-        too, that operator alone has the work.
+        int64, by row; -1 if there is none. A wrapper is skipped if an operator with known work runs
+        within it.
         """
         known = self.works[0] >= 0
         wraps = self.named(WRAPPERS)

@@ -36,7 +36,7 @@ class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _shown(value: str | int | bool) -> str:
-    """A value as tables show it; of a long text, which one it is by a check sum."""
+    """A value as tables show it; a long one is replaced by its checksum."""
     text = str(value)
     return text if len(text) <= LONGEST_SHOWN else f"#{zlib.crc32(text.encode()):08x}"
 

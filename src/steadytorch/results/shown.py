@@ -1,6 +1,6 @@
 """Results that show themselves in a notebook.
 
-Rendering belongs to a room above. The package hands its renderer in, see `steadytorch/__init__.py`.
+This package must not import the renderer, so `steadytorch/__init__.py` passes it to `show_with`.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def rule(case: Case) -> Verdict:
     /proc/<pid>/schedstat). It counts only where a host delay delays the step; a GPU-bound step has
     only its outliers.
 
-    An operator of several threads ends with its last one, so the longest wait of one of them bounds
-    from below what all of them cost.
+    An operator on several threads ends when its last thread does, so the longest wait of one thread
+    is a lower bound of the time lost.
     """
     samples = samples_of(case)
     if samples is None:

@@ -65,9 +65,9 @@ def rule(case: Case) -> Verdict:
 
 
 def _lasting(seen: OptimizerWork, groups: int) -> float:
-    """Share of the operators that a fused optimizer needs too: one a group.
+    """Share of the operators that would remain with fused=True, which runs one per group.
 
-    The rest is recoverable without merging; the rules about optimizers without fused=True claim it.
+    Fusing saves the rest without merging groups, so the rules about unfused optimizers claim it.
     """
     if any("_fused_" in name for name in seen.several):
         return 1.0

@@ -17,8 +17,8 @@ LEAST_LATE = 1 / 3
 """Minimum part of the growth in the second half of the run. A leak has half of it there; a heap or
 a cache that fills up grows less and less."""
 LEAST_USED = 0.5
-"""Minimum part of the growth that is in use. Of a heap that grew by 133 MB in 16 s, as large and
-small tensors left gaps in it, 171 MB more were free, and none in use."""
+"""Minimum part of the growth that is in use. Gaps between large and small tensors only add free
+memory: one heap grew by 133 MB in 16 s, and its free part by 171 MB."""
 LEAST_BYTES = 64 << 20
 """Minimum growth over the run: 38 MiB were seen where a script only saved checkpoints."""
 

@@ -152,8 +152,8 @@ def writes_of(copy: nn.Module) -> Callable[[], bool]:
     """Makes a function that tells whether calls of a model's copy changed the copy's state.
 
     Fast enough for every call, unlike `State`, because it skips modules of PyTorch's own classes.
-    Their forward changes nothing in evaluation mode. In training mode (batch norm) it does so at
-    the first call already.
+    In evaluation mode, their forward changes no state. In training mode (batch norm), the first
+    call already changes state, and `State` detects that.
 
     Args:
         copy: the copy that calls run; only they may change it.

@@ -52,14 +52,14 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         plan: id of the plan.
-        micro_batches: calls.
+        micro_batches: number of calls.
         replays: calls that replayed CUDA graphs.
-        eager: reason to the number of calls that ran eagerly.
+        eager: number of calls that ran eagerly, by reason.
         update: why updates run eagerly although the plan records them; None if they do not.
-        optimizer: how the optimizer's step is taken, and why not as the plan has it, if so.
-        saved_per_step_ns: what a step was measured to take less than the untouched one.
+        optimizer: implementation of the optimizer's step; if not the plan's, also the reason.
+        saved_per_step_ns: time saved per step, as measured when the plan was made.
         break_even_steps: steps after which the plan's set-up is paid back; None if not known.
-        model: what became of the model's calls that ran eagerly.
+        model: report of the module that serves the model in eager steps, as text.
     """
 
     plan: str
@@ -92,23 +92,23 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TunedStep:
-    """One training step as a plan has it: forward, loss, backward, clipping, update.
+    """Runs a plan's whole training step: forward, loss, backward, clipping, update.
 
-    `step(inputs, *targets)` takes one micro-batch and returns its loss, a detached scalar of its
-    own. It raises where the same step raises eagerly, and nowhere else: what cannot be replayed
-    runs eagerly on the same parameters and the same optimizer, and is counted with its reason.
-    Learning rates may change at any step. Gradients are dropped at the first micro-batch of each
-    update; model and optimizer stay the caller's, their `state_dict` included.
+    `step(inputs, *targets)` takes one micro-batch and returns its loss, a detached scalar that
+    later calls do not overwrite. It raises only where the eager step would raise. A call that
+    cannot be replayed runs eagerly on the same parameters and optimizer, and is counted by reason.
+    Learning rates may change at any step. The first micro-batch of each update drops earlier
+    gradients. The caller goes on using the same model and optimizer, `state_dict` included.
 
     Args:
         fast: the model, served by the plan.
-        model: the untouched one.
-        ddp: the `DistributedDataParallel` around it; None for none.
+        model: the untouched model.
+        ddp: the `DistributedDataParallel` around the model, or None.
         shared: what the ranks of `ddp` share; None if this rank decides alone.
-        optimizer: over its parameters.
+        optimizer: the optimizer over the model's parameters.
         loss: maps the model's output and the targets to a scalar tensor.
-        candidate: of the plan.
-        clip: largest norm of all gradients together; None leaves them as they are.
+        candidate: the plan's transforms.
+        clip: maximum joint norm of all gradients; None for no clipping.
         accumulate: micro-batches per update.
         scaler: a `torch.amp.GradScaler`; None for none.
 

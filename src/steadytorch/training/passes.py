@@ -32,7 +32,7 @@ SMALL = 1e-2
 """Tensors with a norm below this share of the total are judged against this share. This covers
 gradients that are zero apart from rounding, such as those of a bias before a batch norm."""
 ALONG = 4.0
-"""Standard errors by which rounding may change an update along itself."""
+"""Rounding error allowed in the direction of an update, in standard errors; see `_follows`."""
 
 
 class Passes(NamedTuple):
@@ -84,9 +84,9 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
         workload: the untouched workload, as returned by `with_optimizer`.
         model: the model to call instead of the workload's.
         arguments: arguments of the call.
-        backward: False for only the forward pass, without gradients. 16-bit outputs of a float32
-            model are then widened before the loss, since bf16 resolves 0.4 % of it: the slope of
-            a U-Net's loss scattered by 7 %, and by 3 % without that.
+        backward: False to run only the forward pass, without gradients. 16-bit outputs of a float32
+            model are then converted to float32 before the loss, since bf16 resolves only 0.4 % of
+            it: the slope of a U-Net's loss scattered by 7 % in 16 bits, and by 3 % when converted.
     """
     assert workload.training_step is not None
     parameters = parameters_of(workload)
@@ -218,11 +218,11 @@ def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -
 
 
 def _follows(before: Tensor, after: Tensor, expected: Tensor) -> bool:
-    """Whether an update is the expected one but for rounding.
+    """Whether an update equals the expected one up to rounding.
 
-    An optimizer that rounds the weights once and one that rounds them after each operation differ
-    by up to a unit in the last place. Beside a small update that is much, but it has no direction:
-    along the update, errors of single weights cancel.
+    Optimizers may round weights once or after each operation, so results differ by up to a unit in
+    the last place. That may exceed a small update. But rounding errors have no common direction:
+    projected onto the update they mostly cancel, so the projection gets a tighter bound.
     """
     before, after, expected = (_real(tensor) for tensor in (before, after, expected))
     due, off = expected - before, after - expected

@@ -1,10 +1,10 @@
-"""Training steps that draw random numbers: whether two ways to take them draw alike.
+"""Compares training steps that draw random numbers, such as dropout masks.
 
-Dropout on other memory layouts, in another precision or in compiled code draws other numbers from
-one seed, and is as right. So the steps are compared as distributions: many passes with one batch
-and different seeds, each summarised by a few figures. A mask that channels share makes gradients of
-neighbours correlate. Another rate changes how far gradients vary. Another mask in the backward pass
-changes the slope of the loss along its gradient.
+With another memory layout, precision or compiled code, dropout draws other numbers from one seed
+and is equally correct. Steps are therefore compared as distributions: many passes on one batch with
+different seeds, each summarised by a few figures. A mask shared by channels makes neighbouring
+gradient elements correlate. Another dropout rate changes how much gradients vary. Another mask in
+the backward pass changes the slope of the loss along its gradient.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ SECONDS = 15.0
 """Longest time for the passes of one sample, from `FEWEST_SEEDS` on."""
 FIRST_SEED = 1000
 STEPS = 0.02, 0.1
-"""Least and largest change of the loss, relative, along the gradient; each seed has its own. At
-0.01, weights move by less than bf16 resolves: the slope of a ConvNeXt was off by 2 % and more, and
-by the same for every seed, as its masks have little effect. At 0.1 it is within 0.2 % in float32.
+"""Range of the step along the gradient, as the predicted relative change of the loss; drawn per
+seed. At 0.01, weights move by less than bf16 resolves: the slope of a ConvNeXt was off by 2 % and
+more, equally for all seeds, as its masks have little effect. At 0.1 it is within 0.2 % in float32.
 """
 LEAST_MARGIN = 0.02
-"""Medians no further apart than this, relative, are no difference in any class."""
+"""Smaller relative differences of medians are ignored in every precision class."""
 ACCURATE = 0.1
-"""Gradients that rounding to bf16 moves by no more also give a slope by themselves. Those further
-up a network with kinks and batch norms are noise in bf16, and the loss bends along them: that slope
-changed by 3 to 12 % where a backward pass drew another mask, and by 0.3 % in bf16."""
+"""Gradients whose relative error from rounding to bf16 is at most this give a second slope. In a
+network with kinks and batch norms, gradients far from the loss are noise in bf16, and the loss
+curves along them. The second slope leaves them out: another mask in the backward pass changed it by
+3 to 12 %, and rounding to bf16 by 0.3 %."""
 VARIES = 0.1
-"""Below this share of a gradient its change from pass to pass may be rounding to bf16 alone."""
+"""A change from pass to pass below this share of the gradient's norm may be bf16 rounding alone."""
 REACHED = 0.3
-"""Differences of gradients are rounded as the gradients are: share of these that is compared."""
+"""The difference of two gradients carries their rounding errors. Its tolerance is therefore
+relative to at least this share of the gradient's norm."""
 SLOPES = 2
 """Columns of slopes, behind the loss."""
 _NAN = torch.tensor(float("nan"))
@@ -62,7 +64,7 @@ def summaries(
     rounding: Sequence[float],
     first_seed: int = FIRST_SEED,
 ) -> Tensor:
-    """Passes with one batch from one state, a seed each.
+    """Runs passes on one batch from one state, each with its own seed, and summarises them.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.
@@ -73,11 +75,13 @@ def summaries(
         first_seed: seed of the first pass; the others follow.
 
     Returns:
-        One row a pass, float64 on the CPU, NaN where a pass has no such figure. The columns: the
-        loss; the slope of the loss along the gradient, by differences with the same seed, over what
-        the gradient says; the same along the gradients that are `ACCURATE`, if some are not; then
-        for each gradient its norm, and of its difference from the pass before the norm and the
-        correlation of neighbours along the first and the last dimension.
+        One row per pass, float64 on the CPU; NaN where a pass lacks a figure. The columns:
+
+        - the loss;
+        - the measured slope of the loss along its gradients, relative to the predicted slope;
+        - the same along the `ACCURATE` gradients alone, if only some are accurate;
+        - per gradient: its norm; then, for its difference from the previous pass (in every second
+          row), the norm and the correlation of neighbours along the first and last dimension.
     """
     accurate = [error <= ACCURATE for error in rounding]
     every = [True] * len(accurate)
@@ -114,12 +118,12 @@ def _slope(
     chosen: Sequence[bool],
     seed: int,
 ) -> Tensor:
-    """The loss's change along its own chosen gradients over what these say it is.
+    """The measured change of the loss along the chosen gradients, over the predicted change.
 
-    Both losses are of the same masks as the gradient: one where the backward pass uses another
-    mask, or another rate, is not 1. They are taken at weights that bf16 represents, so that
-    candidates that round their weights move them as far. Where only the last layer of a U-Net
-    moves, the slope in bf16 scatters by 0.6 % then, and by 1.3 % otherwise.
+    Both losses use the same masks as the forward pass of the gradient. The ratio differs from 1 if
+    the backward pass used another mask or rate. The changed weights are rounded to bf16, so that a
+    candidate that rounds its weights moves them equally far. Along the last layer of a U-Net alone,
+    the slope in bf16 scatters by 0.6 % with this rounding, and by 1.3 % without.
     """
     held = parameters_of(workload)
     least, most = STEPS
@@ -163,20 +167,21 @@ def _neighbours(moved: Tensor) -> list[Tensor]:
 def difference(
     found: Tensor, right: Tensor, precision: str, rounding: Sequence[float]
 ) -> tuple[float, str]:
-    """How likely two samples of `summaries` are to come from one distribution.
+    """Tests whether two samples of `summaries` come from one distribution.
 
-    Each figure is compared by the rank-sum test of Mann and Whitney (1947), and the least p-value
-    is multiplied by the number of figures (Bonferroni). A difference of medians that the class's
-    rounding explains is none: in a network with kinks it explains a third of some gradients.
+    Each figure is compared by the rank-sum test of Mann and Whitney (1947). The least p-value is
+    multiplied by the number of figures (Bonferroni). A figure is not tested if rounding explains
+    the difference of its medians: in a network with kinks, rounding changes some gradients by a
+    third.
 
     Args:
-        found: of a candidate.
-        right: of the untouched workload.
+        found: the sample of a candidate.
+        right: the sample of the untouched workload.
         precision: the candidate's class.
         rounding: relative L2 error of each gradient that the class's rounding explains.
 
     Returns:
-        The p-value, and in words what differs.
+        The p-value, and the figure that differs most, in words.
     """
     from scipy.stats import mannwhitneyu
 
@@ -199,15 +204,15 @@ def difference(
 
 
 def _allowed(right: Tensor, margin: float, rounding: Sequence[float]) -> list[float]:
-    """By column, how far medians may be apart; infinite where all may be rounding.
+    """Largest allowed difference of medians per column; infinite to skip the column.
 
-    An error of size e changes a norm by at most e, and the norm of a difference of two gradients by
-    at most e times the root of 2. It makes the correlation of neighbours smaller by the share that
-    its square has in the gradients', and the slope along them by its square. Errors may be
-    `STEP_FACTOR` times those that rounding explains.
+    A gradient error of norm e changes the gradient's norm by at most e, and the norm of a
+    difference of two gradients by at most sqrt(2) * e. It lowers the correlation of neighbours by
+    the error's share of the squared norm, and the slope by the squared relative error. Errors may
+    be `STEP_FACTOR` times those that rounding explains.
 
-    The gradient of a bias before a batch norm is zero but for rounding, and so is the difference of
-    two gradients that no mask reaches.
+    Correlations are skipped if the gradient or the difference may be rounding alone: the gradient
+    of a bias before a batch norm, or the difference of two gradients that no mask affects.
     """
     medians = right.nanmedian(dim=0).values.tolist()
     loss, norms, moves = medians[0], medians[SLOPES + 1 :: 4], medians[SLOPES + 2 :: 4]
@@ -238,13 +243,13 @@ def _kind(column: int) -> str:
 
 
 MOST_ALIKE = 32
-"""Calls that may all give the same result by chance: a path that is dropped for one sample in ten
-changes every second call of a small batch. If the untouched workload's do so too, its draws have no
-effect."""
+"""Number of further calls that must all equal the first before a step counts as drawing the same
+numbers. Dropping a path for one sample in ten changes only every second call of a small batch. If
+all calls of the untouched workload are equal too, its draws have no effect."""
 
 
 def drawing_fault(workload: Workload, model: Any, arguments: Arguments, start: Start) -> str | None:
-    """Whether calls draw new numbers from the caller's generator; why not, None if they do."""
+    """Why calls do not draw new numbers from the caller's generator; None if they do."""
     begin(workload, start, 0)
     torch.manual_seed(FIRST_SEED)
     begun = _states(workload.device)

@@ -189,8 +189,8 @@ def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: 
 def is_repeatable(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
     """Whether the workload is deterministic up to rounding.
 
-    As for inference, a random workload is as far from its reference as from itself. Only noise in
-    the reference distinguishes it from an imprecise workload.
+    Repeated passes can differ for a random workload and for an imprecise one. At the higher
+    precision, they differ by more than rounding only for a random one.
 
     Args:
         noise: difference of two passes at the workload's own precision.
@@ -249,9 +249,10 @@ def _explained(
     errors: Sequence[Parts],
     draws: bool,
 ) -> tuple[dict[str, Parts], dict[str, list[float]]]:
-    """Errors that rounding explains, by precision class: of each part, and of each gradient.
+    """Errors that rounding explains, by precision class: per part of the step, and per gradient.
 
-    The latter only for steps that draw random numbers, which are compared by them.
+    Errors per gradient are empty unless the step draws random numbers: only then are they needed,
+    by `random_steps`.
     """
 
     def noisy(size: float) -> tuple[Parts, list[float]]:
@@ -280,12 +281,12 @@ def _explained(
 
 
 def growth_of(errors: Mapping[float, float], size: float) -> float:
-    """The error of gradients at another noise, as a multiple of that at the finer of two.
+    """Ratio of the gradient error expected at noise `size` to that at the finer noise in `errors`.
 
-    In float32 only a few values in millions cross a kink, and one can cause most of the error, so a
-    handful of runs may miss it. Coarse noise makes thousands cross. Errors grow linearly with the
-    noise if gradients are smooth, and with its square root if they come from crossings, whose
-    number grows with the noise.
+    In float32, only a few values in millions cross a kink. A single crossing can cause most of the
+    error, so a handful of runs may miss it. Coarse noise makes thousands of values cross. The error
+    grows linearly with the noise if gradients are smooth, and with its square root if it comes from
+    crossings, whose number grows with the noise.
     """
     fine, coarse = sorted(errors)
     ratio = errors[coarse] / (errors[fine] or math.inf)

@@ -1,4 +1,4 @@
-"""Whether a step that replays graphs takes the steps that its own code takes without them."""
+"""Checks that a step that replays CUDA graphs trains like the same code run eagerly."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class _Run(NamedTuple):
 
 
 def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> str | None:
-    """Why a captured step may not serve: not recorded, or other steps than the eager ones.
+    """Why a captured step must not serve: it does not replay, or differs from eager steps.
 
-    From one state and seed, with a learning rate that falls: losses, weights, buffers and the
-    generator's state must be those of the same code without graphs, as far as that repeats itself.
+    Graphs and eager code run from one state and seed; the learning rate is lowered halfway. They
+    must leave the generator in equal states. Losses, weights and buffers may differ by no more
+    than `MOST_APART`, or `NOISE_FACTOR` times the difference of two eager runs.
 
     Args:
-        workload: untouched, as returned by `with_optimizer`.
-        step: of a candidate, warmed up.
-        start: where it begins; it is there again in the end.
+        workload: the untouched workload, as returned by `with_optimizer`.
+        step: the step of a candidate, warmed up.
+        start: state from which each run starts; restored at the end.
     """
     captured = getattr(step, "step", None)
     if not isinstance(captured, CapturedStep):

@@ -72,7 +72,7 @@ class Compile(Transform):
         """Graph capture for `reduce-overhead`, the float32 precision for `max-autotune`."""
         if self.parameters.mode == "reduce-overhead":
             return (Claim.CAPTURE,)
-        # It reads the precision in a way that PyTorch refuses once it was set as tf32 sets it.
+        # max-autotune reads it by PyTorch's older API, which raises once `tf32` used the newer one.
         return (Claim.FLOAT32_PRECISION,) if self.parameters.mode == "max-autotune" else ()
 
     @classmethod
@@ -243,10 +243,10 @@ def _backend(parameters: Any) -> Callable[..., Any]:
 
 @contextmanager
 def weights_by_type() -> Iterator[None]:
-    """Have Dynamo's labels of guards give the type of a frozen weight, as from PyTorch 2.13.
+    """Make Dynamo's guard labels show a frozen weight's type, not its values, as PyTorch 2.13 does.
 
-    Earlier versions print its values, which waits for the device hundreds of times: for
-    RegNetY-8GF on an H100, 5 of 20 s, and 43 of 58 s beside three other compilations
+    Earlier versions print the values, which waits for the device hundreds of times. Compiling
+    RegNetY-8GF on an H100 spent 5 of 20 s on this, and 43 of 58 s beside three other compilations
     (pytorch#176129).
     """
     from torch._dynamo import guards

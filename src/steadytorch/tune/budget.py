@@ -30,8 +30,8 @@ times as long with 16 cores and an H200, and 0.8 to 3 times with two cores of tw
 _AUTOTUNE = 6.0
 """Time of max-autotune over that of other modes."""
 _CONVERT_S = 8.0
-"""For engines, with starting the worker: for ResNet-50, ViT-B/16 and GPT-2, OpenVINO took 6 to 7 s
-on two cores, and ONNX Runtime 8 to 14 s."""
+"""First guess at starting a worker and converting a model for an engine such as ONNX Runtime. For
+ResNet-50, ViT-B/16 and GPT-2 on two cores, OpenVINO took 6 to 7 s and ONNX Runtime 8 to 14 s."""
 _PLAIN_S = 2.0
 _UNDERESTIMATED = 0.5
 """A set-up that has outlasted its expected time is expected to take this share longer."""
@@ -140,8 +140,9 @@ class Budget:
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.
 
-        Set-ups took as long as the longest with the same compiler options or converted model. Other
-        compilations took as many times their first guess as the slowest of those seen.
+        If candidates with the same `compiler_options` were set up, expects the longest of their
+        times. Scales the first guess for other compilations by the worst ratio of actual to guessed
+        time so far.
         """
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
         compiled = compiler_options(candidate)
@@ -177,9 +178,9 @@ class Budget:
 
 
 def compiler_options(candidate: Candidate) -> list[TransformSpec]:
-    """What candidates with one set-up have in common; empty where nothing is compiled.
+    """The parts of a candidate that decide its set-up time; empty if nothing is compiled.
 
-    That is the transform that compiles, or the converted model that variants of an engine share.
+    These are its `compile` transform, and the converted model if it runs on another engine.
     """
     converted = [TransformSpec(name) for name in transforms.artefacts(candidate)]
     return converted + [spec for spec in candidate if spec.name == "compile"]

@@ -26,8 +26,9 @@ from steadytorch.tune.setup_scheduler import ProgressListener
 from steadytorch.tune.trial import LiveTrial
 
 FEWEST_BLOCKS = 3
-"""Blocks after which a candidate may be out: three blocks that all take longer than three of an
-equally fast one are 1 of 20, and blocks that take longer by `NEAR` are far fewer."""
+"""Blocks after which a candidate may be dropped. If two candidates are equally fast, all three
+blocks of the first are slower than those of the second with probability 1/20; by the factor `NEAR`,
+far less often."""
 
 
 class CandidatePool:
@@ -122,7 +123,7 @@ class CandidatePool:
     def _are_out(self, new: list[LiveTrial], known: list[LiveTrial], taken: int) -> bool:
         """Whether every block of each new trial took longer than all of a known one, by `NEAR`.
 
-        Never of tails, of which a block is a single sample.
+        False if the 99th percentile decides, because only one sample of each block then counts.
         """
         if self._options.of_tail:
             return False

@@ -104,10 +104,10 @@ class CandidateSource:
     def _is_weak(self, candidate: Candidate) -> bool:
         """Whether it lacks a CUDA graph or a lower dtype that it could have.
 
-        In the recorded searches for inference one of these was within 6 % of the best, and no other
-        within 15 %. In those for training (`rivals-train_*`) the best without a lower dtype or a
-        graph was 38 % behind, but for compiled code without a graph: 4 %. There are no records for
-        other regimes, loaders, or models without a CUDA graph.
+        In recorded searches for inference, one weak candidate came within 6 % of the best, and no
+        other within 15 %. In those for training (`rivals-train_*`), the best weak one was 38 %
+        behind. Compiled training code needs no graph: without one it was 4 % behind. There are no
+        records for other regimes, loaders, or models without a CUDA graph.
         """
         training = self._workload.is_training
         graph = self._spec("step_graph", scope="step") if training else self._spec("cuda_graph")

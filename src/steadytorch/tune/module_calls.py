@@ -78,8 +78,9 @@ def places_of(pipe: Any) -> dict[int, list[Place]]:
 class Observer:
     """Hooks on the modules of a pipeline, for one call of it.
 
-    Of nested calls only that of the outermost module counts, such as `unet`. Where a plain method
-    of `vae` calls `vae.decoder`, it is the decoder's, since `vae` itself is not called.
+    If module calls are nested, only the outermost one counts, such as `unet`. If a plain method
+    such as `vae.decode` calls `vae.decoder`, the call counts for the decoder: hooks of `vae` only
+    run when `vae` itself is called.
 
     Args:
         pipe: the pipeline.

@@ -13,41 +13,42 @@ from steadytorch.results.candidate import Candidate, TransformSpec
 ENOUGH = 0.01
 """A search ends when what is left is expected to gain less than this share of the leader's time."""
 LEAST = 0.002
-"""Candidates that are expected to gain less by themselves are not begun. Of 517 candidates timed in
-recorded searches on GPUs and CPUs, 213 were below it as they came, and none of these was faster
-than the leader by `ENOUGH`; at 0.005, 238 and none."""
+"""A candidate whose own expected gain is less is not started. In recorded searches on GPUs and
+CPUs, 213 of 517 timed candidates were below this limit when their turn came, and none of them beat
+the leader by `ENOUGH`. With a limit of 0.005 it would be 238, and again none."""
 HORIZON_S = 60.0
 """Seconds over which the expected gain is stated."""
 _BROAD, _NARROW, _PARAMETER = 0.6, 0.1, 0.02
 """Standard deviations of the logarithm of a transform's effect: of one that changes what runs, of
 another, and of one of its parameters."""
 _ENGINE, _CLASS = 1.5, 0.5
-"""The same for what engines beyond PyTorch have in common, and for a lower precision of theirs. On
-two cores, float32 gave 0.1 to 2.7, from ResNet-50 to a network of two layers, and both engines the
-same within 0.4; bf16 gave a further 0.4 to 0.6, and int8 up to 0.6 beyond bf16."""
+"""The same for the effect that all engines beyond PyTorch share, and for their lower precisions. On
+two cores, float32 engines gained 0.1 (ResNet-50) to 2.7 (a network of two layers) in log time, and
+both engines agreed within 0.4. bf16 gained a further 0.4 to 0.6, and int8 up to 0.6 beyond bf16."""
 _TOGETHER, _APART = 0.5, 0.5
-"""The same for what transforms make together beyond the sum of their effects, and how much
-candidates must differ, as the sum of these deviations, to have little of it in common. In 26
-recorded searches on two GPUs, 96 % of 260 times lay within two deviations of their prediction.
-Effects alone were off by more than three in half of them: engines, layouts and compilers depend on
-each other."""
+"""The same for the interaction of a candidate's transforms, beyond the sum of their effects; and
+the length scale on which two candidates share it. Their distance is the sum of the deviations above
+over the effects that only one of them has. In 26 recorded searches on two GPUs, 96 % of 260 times
+lay within two deviations of their prediction. Effects alone were off by more than three in half of
+them: engines, layouts and compilers depend on each other."""
 _NOISE = 0.01
-"""The same for a screening, and for what else makes a candidate's time."""
+"""The same for the noise of a screening, and for effects on a candidate that the model lacks."""
 _UPWARD, _IN_VAIN, _AT_MOST = 0.6, 0.03, 0.05
-"""How much of a deviation counts where a candidate is faster than predicted; the gain expected in
-vain that divides further expectations by e; and how much of it one candidate may add. Near the
-leader, most candidates are slower than predicted and few faster. 21 recorded searches on two GPUs
-timed 296 candidates. Replayed with these, they stop after 238, on average within 0.1 % of their
-best, 1.1 % at most. If 0.05 halved expectations, all 296 would be timed."""
+"""`_UPWARD` scales the deviation towards faster times, because near the leader few candidates are
+faster than predicted. Later expected gains are divided by e for each `_IN_VAIN` of gain that was
+expected but did not come, and one candidate adds at most `_AT_MOST` to that sum. 21 recorded
+searches on two GPUs timed 296 candidates. Replayed with these values, they stop after 238, on
+average within 0.1 % of their best, 1.1 % at most. If a sum of 0.05 halved expectations, all 296
+would be timed."""
 _DRAWS = 512
 
 
 class Prospects:
     """Estimates the gain of candidates that were not timed.
 
-    The logarithm of a candidate's time is a Gaussian process: the sum of effects of its transforms
-    and their parameters, and of what they make together, which similar candidates have in common.
-    Those that were timed tell about the others. Source: "Gaussian Processes for Machine Learning",
+    Models the logarithm of a candidate's time as a Gaussian process: the sum of the effects of its
+    transforms and their parameters, plus an interaction that similar candidates share. Conditioning
+    on the timed candidates predicts the others. Source: "Gaussian Processes for Machine Learning",
     Rasmussen and Williams, section 2.2.
     """
 
@@ -67,7 +68,8 @@ class Prospects:
     def expected_gain(self, candidates: Sequence[Candidate]) -> float:
         """Expected gain of the best of these candidates, as a share of the leader's time.
 
-        It shrinks with the gain expected in vain since a candidate was faster than the leader.
+        Discounted by the gains that were expected but did not come since a candidate last beat the
+        leader by `ENOUGH`.
         """
         if not candidates:
             return 0.0

@@ -222,10 +222,9 @@ class Search:
     def _may_gain_by_engines(self) -> bool:
         """Whether cuDNN engines apply and are worth choosing for a training step.
 
-        They are not where compiled code leads.
-
-        In recorded searches for five training steps on two GPUs, compiled code took 1.00 to 3.7
-        times as long with engines as without. Notes it if so.
+        False if compiled code leads; the reason then goes to `not_tried`. In recorded searches for
+        five training steps on two GPUs, compiled code took 1.00 to 3.7 times as long with engines
+        as without.
         """
         if self._choose_engines is None:
             return False
@@ -315,10 +314,10 @@ class Search:
         return [left[place] for place in order if gains[place] >= least or left[place] in again]
 
     def _is_hopeless(self, proposed: Sequence[Candidate], owed: Sequence[Candidate]) -> bool:
-        """Whether what is left, but what is owed, cannot be expected to gain `ENOUGH`.
+        """Whether the candidates left, apart from `owed`, are expected to gain less than `ENOUGH`.
 
-        As long as no compiled code was timed, more of it is worth waiting for, unless an engine
-        leads. Notes why if so.
+        False while no compiled candidate was timed but one is left, unless an engine leads. Stores
+        the reason in `_ended`, empty if False.
         """
         within_s = min(HORIZON_S, self._budget.left_to_explore())
         each_s = {
@@ -519,7 +518,7 @@ class Search:
                 return False
             self._scheduler.give_up(EXHAUSTED)
             return True
-        # What was begun for its precision waits for others: a screening of its own takes time.
+        # The candidate that only tests the lower precision is not worth a screening of its own.
         worth = any(trial.candidate != self._lowered for trial in self._scheduler.ready)
         return worth and soonest_s > needed_s
 
@@ -580,8 +579,8 @@ class Search:
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left.
 
-        On a CPU they follow each other, and compilations under way keep the time that they need:
-        they pause for other set-ups.
+        On a CPU, set-ups run one after another, so their expected times add up. The time that
+        compilations under way still need is reserved, because they pause for other set-ups.
         """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         begun, taken = self._scheduler.begun, []
@@ -609,9 +608,9 @@ class Search:
         return taken[: self._slots]
 
     def _kept_s(self, left_s: float) -> float:
-        """Seconds that compilations under way need; 0 where that is more than there is.
+        """Seconds to reserve for compilations under way; 0 if they need more than is left.
 
-        The first one may take the time of the final race, and overtime.
+        Until a compiled candidate was timed, the time of the final race and overtime count as left.
         """
         paused = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         needed_s = sum(map(self._left_s, paused))

@@ -19,8 +19,9 @@ AUTO, CONTENDED = "auto", "contended"
 OBJECTIVES = (AUTO, "latency", "p99", "throughput", CONTENDED)
 P99_BLOCK, LEAST_TAIL = 69, 10
 """Iterations per block for the 99th percentile. Since 0.99^69 = 0.5, the median of the blocks'
-largest samples is the 99th percentile. Blocks of more than a second have fewer, at least ten: then
-it is the 93rd. A search whose blocks take 70 iterations of 0.1 s compares nothing in time."""
+largest samples is the 99th percentile. Slow iterations get fewer, to keep a block to a second, but
+at least ten: the median is then the 93rd percentile. With 69 iterations of 0.1 s a block, a search
+would run out of time before it could compare anything."""
 
 CLAIM = 0.4
 """Share of the budget for the fewest pairs of blocks that support a claim."""

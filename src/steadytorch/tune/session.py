@@ -54,7 +54,8 @@ from steadytorch.workload.workload import Workload
 
 MODES = ("replay", "tune", "strict")
 LONGER = 1.5
-"""Budget over the time of an earlier search from which another may find more."""
+"""A search that ran out of time and found nothing faster is repeated if the budget is at least this
+many times as long."""
 log = logging.getLogger("steadytorch")
 
 _FINISH_S = 10.0  # extra seconds for compiling host code after a search
@@ -161,7 +162,8 @@ class Session:
     def find(self, mode: str) -> tuple[Plan | None, str]:
         """The stored plan if the mode allows one, or None and the reason.
 
-        An untouched plan whose search ran out of time is passed over by a longer one.
+        In mode `replay`, ignores a plan to run untouched if its search ran out of time and this
+        budget is at least `LONGER` times as long.
 
         Args:
             mode: `replay`, `tune` or `strict`; see `tune`.

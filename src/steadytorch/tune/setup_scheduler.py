@@ -27,7 +27,7 @@ EXPLAIN_S = 2.0
 """Seconds for profiling before the search; at least three steps are taken."""
 EXPLAIN_DEADLINE_S = 60.0
 COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
-"""What compiled candidates import, in seconds."""
+"""Modules that workers of compiled candidates import first, because it takes seconds."""
 
 
 class ProgressListener(Protocol):

@@ -43,8 +43,8 @@ class WorkerLauncher:
         memory_limit_bytes: host memory above which a worker is killed.
         environment: environment variables set in every worker.
         imports: modules that every worker imports at start.
-        forks: whether to fork the workers from a `ForkServer`. They then share its address space
-            layout, so not where processes stand for the scatter between processes.
+        forks: whether to fork the workers from a `ForkServer`. Forked workers share one address
+            space layout, so pass False to sample the variation between processes.
 
     Attributes:
         server: the fork server; None without one.

@@ -62,7 +62,7 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 CHARACTER_NS = 2e9
-"""Longest time for what bounds a workload, but for two iterations."""
+"""Time limit in ns for finding what bounds a workload; at least two iterations are timed."""
 
 
 class TuningHandler(ExplainHandler):

@@ -155,7 +155,7 @@ class WholeCall:
     def _timed(self, swaps: list[Swap], seconds: float) -> Judgement:
         """Times the call without and with plans in pairs; leaves the plans in.
 
-        Tuned modules that served no call are in neither.
+        Tuned modules that served no call stay in on both sides.
         """
         deadline = time.monotonic() + seconds
 

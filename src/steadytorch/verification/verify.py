@@ -216,8 +216,8 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
     reference, reference_again = runs[:-1], runs[-1]
     error = worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
     noise = output_error(again, own[0]).relative_l2
-    # A random workload is as far from its reference as from itself. Only noise in the reference,
-    # which rounding cannot explain, distinguishes it from an imprecise workload.
+    # Repeated calls can differ for a random workload and for an imprecise one. At the higher
+    # precision, they differ by more than rounding only for a random one.
     repeatable = (
         nested_again == called[0][1]
         and noise <= max(error.relative_l2, _resolution(own[0]))

@@ -58,16 +58,16 @@ BATCHES = 8
 def standard_error(times: Sequence[float]) -> float:
     """Standard error of a mean by batch means: steps close in time are alike.
 
-    A core that is slower for a second makes dozens of steps longer. Taken as independent, they
-    would show a rank as late that is not. Source: Law, "Simulation Modeling and Analysis", method
-    of batch means.
+    A core that is slower for a second makes dozens of steps longer. If these counted as
+    independent, a rank could seem late by chance. Source: Law, "Simulation Modeling and Analysis",
+    method of batch means.
 
     Args:
         times: of consecutive steps.
 
     Returns:
-        The error in the unit of the times, at least that of independent times; inf with fewer than
-        two, and that of independent times with fewer than two in a batch.
+        The error in the unit of the times; inf with fewer than two. It is never below the error of
+        independent times, which is returned if batches have fewer than two times.
     """
     if len(times) < 2:
         return inf
@@ -206,8 +206,9 @@ class StepClock:
     def boundary(self, unit: int, who: object) -> None:
         """End a step here.
 
-        The first thing that ends a step leads. Others end none, unless they come round twice
-        without the leader: a second optimizer in each step is part of the step.
+        The first optimizer, module or loader seen leads, and only the leader ends steps. Another
+        takes the lead if it comes twice without the leader in between, which a second optimizer in
+        each step does not.
 
         Args:
             unit: what ends the step, such as `OPTIMIZING`; weaker signs than one seen are ignored.
@@ -256,7 +257,7 @@ class StepClock:
             self.flight.begin(self._mark, self.phase)
 
     def _keep(self, began_ns: int) -> None:
-        """Let the flight recorder keep the step; what takes it long belongs to no step."""
+        """Pass the step to the flight recorder; if that takes long, its time counts in no step."""
         if self.flight is not None and self.flight.finish(self.durations_ns, began_ns, self._mark):
             self._mark = self._now()
 

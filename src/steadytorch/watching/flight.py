@@ -26,11 +26,11 @@ MOST_EVENTS = 4096
 SPARE = 100
 """Steps held beyond those to keep: only the end shows which steps are warm-up."""
 FIRST_LIMIT = 20
-"""Steps after which a running step can be overdue."""
+"""Steps after which the limit for overdue steps is first computed."""
 JUDGED_BY = 1000
-"""Latest steps by which a running step is overdue."""
+"""Number of latest steps from which this limit is computed."""
 GROWTH = 1.3
-"""That is computed again each time the number of steps has grown by this factor."""
+"""The limit is computed again each time the number of steps has grown by this factor."""
 MODULE_SHARE = 0.005
 """Most time that recording module calls may take, as a share of the steps; else fewer levels of
 nested calls are recorded."""
@@ -51,8 +51,8 @@ LEAVE, FULL, FIRST_MODULE = -1, -2, 64
 slices that begin, codes from `FIRST_MODULE` calls of modules."""
 _REPEATS, _CALLS = 10, 100
 COLD = 2.0
-"""Time of an event in a script over its time in a tight loop, whose caches are warm: in steps of
-2.5 ms, 26 events and the end of the step took 30 us, where a tight loop says 12 us."""
+"""Ratio of an event's cost in a script to its cost in a tight loop with warm caches. In steps of
+2.5 ms, 26 events and the end of the step took 30 us; the tight loop predicted 12 us."""
 _UNRECORDED, _NESTED, _OUTERMOST = range(3)
 
 
@@ -245,7 +245,7 @@ class FlightRecorder:
             end_ns: its end.
 
         Returns:
-            Whether this took long enough to begin the next step after it.
+            Whether recording took so long that the next step should begin only after this call.
         """
         took_ns = durations_ns[-1]
         recorded = self.on and len(self._at) == len(self._codes)  # an interrupt may come between
@@ -292,7 +292,7 @@ class FlightRecorder:
             self._calls = self._span_ns = 0
 
     def _is_outdone(self, took_ns: int) -> bool:
-        """Whether as many slower steps are held as there may be."""
+        """Whether the maximum number of steps is held, and all are at least as slow."""
         return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
 
     def _hold(self, index: int, took_ns: int, samples: tuple[Sample, ...]) -> None:

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 _BEGIN, _END = "__steadytorch_begin__", "__steadytorch_end__"
 _REPEATS, _CALLS, _EVICTED_BYTES = 20, 300, 8 << 20
-"""Repetitions; calls in each of probes that follow one another; memory written before a call of the
-others, whose code is fetched anew since the step needs the caches for its own data."""
+"""Repetitions of a measurement; back-to-back calls in each, for nested calls; and bytes written
+before each timed call, to evict the probes' code from the caches, as the data of a step do."""
 _work = itemgetter(1)
 _COPIES = ("to", "cuda", "copy_")
 _WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")

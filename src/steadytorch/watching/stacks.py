@@ -34,8 +34,8 @@ FLIGHT_CPU_SHARE = 0.005
 OVERDUE_INTERVAL_S = 0.01
 """Time between samples of a step that takes too long already."""
 EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.002
-"""CPU time that looking for such steps and sampling them may take besides: so much, and a share of
-the time."""
+"""Maximum extra CPU time for detecting and sampling such steps: a fixed amount, plus a share of
+the elapsed time."""
 MOST_SAMPLES = 65_536
 """When full, every second sample is dropped and the interval doubles."""
 SWITCH_S = 0.0005
@@ -44,9 +44,9 @@ other Python thread. With the usual 5 ms, most samples would be taken where the 
 releases the lock, in a wait or an operator, and its Python code would look idle. Between threads of
 the script it would change who runs when."""
 PROMPT_NS = 1_000_000
-"""A sample that waits longer, but not for a forced switch, is taken where the watched thread
-happened to release the lock, not where it was: its line does not count. Waits for a core are no
-such waits; timers are late by less."""
+"""Lateness above which a sample waited for the interpreter's lock; waits for a core are excluded,
+and timers are late by less. If the wait is shorter than the switch interval, the watched thread
+ran on until it released the lock by itself, so the sampled line does not count."""
 DEEPEST = 200
 """Most frames searched for a line of the user's."""
 Line = tuple[str, str, int | None]
@@ -225,9 +225,9 @@ class StackSampler:
 
 
 class SwitchInterval:
-    """The interpreter's switch interval: short while one thread of the script can want the lock.
+    """Shortens the interpreter's switch interval while the script has only one Python thread.
 
-    An interval that the script sets meanwhile stays.
+    If the script sets an interval itself, that one is kept.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ def is_alone() -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither of Python, nor of an installed package, nor of this room."""
+    """Whether a file is the user's: not of Python, an installed package or steadytorch."""
     return not (
         file.startswith(("<", _OURS, *_LIBRARIES)) or "site-packages" in file or "torch/nn" in file
     ) or file.startswith("<ipython-input")

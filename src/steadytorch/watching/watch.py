@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _INTERVAL_S, _CPU_SHARE, _FREE_S = 0.1, 0.001, 0.01
-"""Time between ticks of the machine's recorder, most CPU time that they take, as a share of one
-core, and CPU time that is free: a script runs longer than a measurement, but some take seconds."""
+"""Settings of the machine's recorder: seconds between ticks, their maximum CPU use as a share of
+one core, and CPU seconds before this maximum applies, for scripts that run only seconds."""
 TRACES = "steady-traces"
 """Folder for traces of slow steps."""
 MOST_KEPT = 1000

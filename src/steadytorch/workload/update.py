@@ -18,8 +18,8 @@ OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _SCALES = "_step_supports_amp_scaling"
 MOST_COMPILED = 2
-"""Hyper-parameters that a compiled step is compiled for: schedules of momentum change them at every
-step, and each change compiles for seconds."""
+"""Limit on sets of hyper-parameters for which a step is compiled; beyond it, the step runs
+uncompiled. Momentum schedules change them at every step, and each change compiles for seconds."""
 
 
 class Update:
@@ -68,7 +68,7 @@ class Update:
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Sets the switches for whoever calls the optimizer's step, as a GradScaler does."""
+        """Sets the switches while other code, such as a GradScaler, calls the optimizer's step."""
         if self.implementation == FUSED:
             move_counters(self.optimizer)
         with self._switched(None):
@@ -112,7 +112,7 @@ class Update:
                 if rates is not None:
                     switched[-1]["lr"] = rates[i]
                 group.update(switched[-1])
-            if rates is not None:  # a warning to whoever sets the switch for good
+            if rates is not None:  # silences the warning about `capturable` without graph capture
                 setattr(optimizer, _WARNED, True)
             if implementation == FUSED:
                 setattr(optimizer, _SCALES, True)
@@ -170,7 +170,7 @@ class GroupRates:
         self.refreshed()
 
     def refreshed(self) -> list[Tensor]:
-        """The scalars, brought to what the groups hold; numbers are written where they changed."""
+        """Updates the scalars from the groups; rewrites plain numbers only if they changed."""
         groups = self._optimizer.param_groups
         for i, (group, held) in enumerate(zip(groups, self.tensors, strict=True)):
             rate = number(group["lr"])
