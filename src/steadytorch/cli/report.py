@@ -12,7 +12,7 @@ from steadytorch.cli import options
 def _kept_for_page(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Checks standard output alone; `report.files` checks files when it writes them."""
+    """Checks that a page may go to standard output; `report.files` checks files as it writes."""
     return options.check_writable(ctx, parameter, path) if path == options.STANDARD_OUTPUT else path
 
 

@@ -109,7 +109,7 @@ def supplied(shelf: Shelf | None) -> Iterator[None]:
 
 
 def beside(plan_path: str | None) -> Shelf | None:
-    """The shelf with a stored plan's artefact; None for a plan in memory only."""
+    """Where the artefact of a stored plan is looked for; None for a plan in memory only."""
     if plan_path is None:
         return None
     path = Path(plan_path).with_suffix(SUFFIX)

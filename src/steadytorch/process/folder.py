@@ -15,8 +15,8 @@ from pathlib import Path
 def shared_folder() -> Iterator[Path]:
     """Create a private temporary folder; remove it when the block or the process ends.
 
-    A daemon thread may never reach the end of its block. Workers started in the block have ended by
-    then, see `Worker`.
+    The process counts too, because a daemon thread may never reach the end of its block. `Worker`
+    ends the workers that use the folder before it is removed.
     """
     folder, owner = Path(tempfile.mkdtemp(prefix="steadytorch-")), os.getpid()
 

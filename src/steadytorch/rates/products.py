@@ -88,7 +88,7 @@ def convolution_backward(given: Operands) -> tuple[int, int]:
 
 
 class Product(NamedTuple):
-    """A matrix product `left @ right`, optionally plus `added`; positions of the schema."""
+    """A matrix product `left @ right`, optionally plus `added`; fields are argument positions."""
 
     left: int = 0
     right: int = 1
@@ -135,7 +135,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Attention(NamedTuple):
-    """Scaled dot product attention; positions of the schema.
+    """Scaled dot product attention, described by positions in the operator's schema.
 
     Attributes:
         query: position of the query; key and value follow it.

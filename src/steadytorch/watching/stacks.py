@@ -286,8 +286,8 @@ def stack_of(thread: int) -> list[Line]:
 
     In Python 3.11, making a frame object may start a garbage collection. Its callbacks let the
     other thread run on, and the frame object then points to freed memory (CPython issue 97002). So
-    collections are off meanwhile. All steps run within one call in C: no other thread runs between
-    them, nor can it see or change the switch.
+    the collector is disabled meanwhile. Disabling it, reading the frames and enabling it again are
+    one call in C, so no other thread runs in between and sees the collector disabled.
 
     Args:
         thread: its identity, as `threading.get_ident` gives it.
