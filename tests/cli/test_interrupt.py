@@ -194,6 +194,7 @@ def pressed(kind, subclass):
     return register(kind, subclass)
 
 assert "numpy.random" not in sys.modules
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 try:
     with ended_once():
         abc.ABCMeta.register = pressed
