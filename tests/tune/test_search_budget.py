@@ -45,6 +45,13 @@ def test_the_budget_that_the_refusal_names_is_enough():
     assert run(least).winner is not None
 
 
+def test_the_default_budget_holds_tails_of_steps_that_a_neighbour_slows_down():
+    stage = Stage({(): Act(2600 * MS), (EAGER,): Act(70 * MS)})
+    result = make_search(stage, [EAGER, FOLD], SearchOptions(objective="p99")).run()
+    assert result.chosen == (EAGER,)
+    assert result.seconds <= 180.0
+
+
 def test_a_deadline_before_the_untouched_workload_was_measured_is_a_small_budget():
     slow = died(Fault.DEADLINE, "no answer within 20 s, killed")
     with pytest.raises(UsageError, match="a budget of 20 s is too small: it ended before"):

@@ -119,9 +119,16 @@ def test_a_block_for_p99_is_long_enough_for_its_largest_sample_to_stand_for_the_
     assert np.median(maxima) == pytest.approx(np.quantile(samples, 0.99), rel=0.02)
 
 
-@pytest.mark.parametrize(("iteration_ns", "count"), [(10e6, 69), (20e6, 50), (60e6, 16), (1e9, 10)])
-def test_a_block_for_a_tail_takes_about_a_second_at_most(iteration_ns, count):
-    assert block_shape(SearchOptions(objective="p99"), iteration_ns).count == count
+@pytest.mark.parametrize("objective", ["p99", "contended"])
+@pytest.mark.parametrize(
+    ("iteration_ns", "count"), [(10e6, 69), (20e6, 50), (60e6, 16), (200e6, 10), (1e9, 3), (3e9, 1)]
+)
+def test_a_block_for_a_tail_takes_about_a_second_and_slow_ones_leave_time(
+    objective, iteration_ns, count
+):
+    assert block_shape(SearchOptions(objective=objective), iteration_ns).count == count
+    whole = SearchOptions(objective=objective, budget_s=3600.0)
+    assert block_shape(whole, iteration_ns).count == max(count, 10)
 
 
 def test_the_statistic_of_other_blocks_is_their_median():

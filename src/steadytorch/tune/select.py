@@ -99,18 +99,19 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
-    """The block shape for an iteration time: 5 to 10 iterations, or 3 from 150 ms.
+    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 1 from 500 ms.
 
-    A tail takes 10 to 69. From 500 ms on it is one: 12 pairs of blocks, the fewest for a claim,
-    then fit into a budget. Where they would take more than `CLAIM` of it, blocks are shorter.
+    A tail takes 10 to 69. If 12 pairs of blocks, the fewest for a claim, would take more than
+    `CLAIM` of the budget, blocks have 3 iterations or 1, of a tail as well.
     """
     if options.of_tail:
-        count = min(P99_BLOCK, max(LEAST_TAIL, 1e9 // max(iteration_ns, 1)))
-        return BlockShape(int(count), iteration_ns)
-    if iteration_ns >= LONG_NS:
-        return BlockShape(1, iteration_ns)
-    usual = 3 if iteration_ns >= 150e6 else int(min(10, max(5, 50e6 // max(iteration_ns, 1))))
-    shapes = [BlockShape(count, iteration_ns) for count in (usual, 3, 1)]
+        usual = min(P99_BLOCK, max(LEAST_TAIL, 1e9 // max(iteration_ns, 1)))
+    elif iteration_ns >= LONG_NS:
+        usual = 1
+    else:
+        usual = 3 if iteration_ns >= 150e6 else min(10, max(5, 50e6 // max(iteration_ns, 1)))
+    counts = sorted({int(usual), *(count for count in (3, 1) if count < usual)}, reverse=True)
+    shapes = [BlockShape(count, iteration_ns) for count in counts]
     most_s = CLAIM * options.budget_s / (2 * LOOKS[0])
     return next((shape for shape in shapes if shape.expected_s <= most_s), shapes[-1])
 
