@@ -140,23 +140,24 @@ def main() -> None:
     for case in chosen(CASES[kind], args.only or DEFAULT[kind]):
         rows[case.name] = run(case, device, args.budgets, parse_duration(args.pairs), rng)
         if args.out is not None:
-            _save(args.out, device, args.budgets, rows)
+            save(args.out, "budgets", device, rows, budgets=args.budgets)
 
 
-def _save(folder: Path, device: str, budgets: list[str], rows: dict[str, Any]) -> None:
+def save(folder: Path, kind: str, device: str, rows: dict[str, Any], **more: Any) -> None:
+    """Write results of a device as JSON, in a file named by kind, device and day."""
     facts = load_facts(device)
     words = re.sub(r"nvidia|\(r\)|processor", " ", (facts.name or device).lower())
     name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
     document = {
         "schema": 1,
-        "kind": "budgets",
+        "kind": kind,
         "environment": {**msgspec.to_builtins(facts), "steadytorch": __version__},
-        "budgets": budgets,
+        **more,
         "results": rows,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"budgets_{name}_{datetime.date.today().isoformat()}.json"
+    path = folder / f"{kind}_{name}_{datetime.date.today().isoformat()}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 

@@ -11,9 +11,6 @@ are timed in blocks, in random order.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -23,11 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from budgets import save
 from devices import CASES, HANDLER, Case, chosen
-from steadytorch import __version__, transforms
+from steadytorch import transforms
 from steadytorch.bench.bench_worker import save_payload
 from steadytorch.compiled import compiler_choices
-from steadytorch.device.facts import load_facts, resolve_device
+from steadytorch.device.facts import resolve_device
 from steadytorch.plan.record import CompilerChoices
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_duration
@@ -151,23 +149,7 @@ def main() -> None:
                 flush=True,
             )
         if args.out is not None:
-            save(args.out, device, rows)
-
-
-def save(folder: Path, device: str, rows: dict[str, Any]) -> None:
-    facts = load_facts(device)
-    words = re.sub(r"nvidia|\(r\)|processor", " ", (facts.name or device).lower())
-    name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-    document = {
-        "schema": 1,
-        "kind": "compiler-choices",
-        "environment": {**msgspec.to_builtins(facts), "steadytorch": __version__},
-        "results": rows,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"compiler-choices_{name}_{datetime.date.today().isoformat()}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            save(args.out, "compiler-choices", device, rows)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,10 @@ def test_what_the_compiler_chose_for_the_winner_is_kept_on_a_gpu(device, kept):
 def test_a_winner_that_cannot_tell_what_the_compiler_chose_stays_the_winner():
     compiled = TransformSpec("compile", (("mode", "default"), ("freezing", True)))
     act = Act(5 * MS, faults={"compiler_choices": [died()]})
-    result = make_search(Stage({(compiled,): act}), [compiled], device="cuda").run()
+    notes = Notes()
+    result = make_search(Stage({(compiled,): act}), [compiled], None, notes, device="cuda").run()
     assert (result.chosen, result.compiler.kernels) == ((compiled,), {})
+    assert any("replays tune their kernels anew" in phase for phase in notes.phases)
 
 
 def test_among_equally_fast_candidates_the_simplest_wins():

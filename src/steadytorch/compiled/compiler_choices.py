@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from steadytorch.plan.files import write_whole
 from steadytorch.plan.record import CompilerChoices
 
 _FILE, _PADDING = "compiler-choices.json", "padding"
@@ -69,13 +70,9 @@ class Choices:
         """Notes whether to pad a product; returns what was decided first, maybe elsewhere."""
         if self._folder is None:
             return pads
-        self._folder.mkdir(exist_ok=True)
         path = self._path(self._folder, product)
-        temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-        temporary.write_text(json.dumps([product, pads]), "utf-8")
         with suppress(FileExistsError):
-            os.link(temporary, path)  # unlike renaming, it never replaces a file
-        temporary.unlink()
+            write_whole(path, json.dumps([product, pads]).encode(), replace=False)
         return json.loads(path.read_text("utf-8"))[1]
 
     def of_process(self) -> CompilerChoices:

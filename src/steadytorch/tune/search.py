@@ -388,7 +388,7 @@ class Search:
             if (confirmed := self._confirmed(chosen)) is not None:
                 self._final = confirmed
                 if confirmed[2] is chosen:
-                    self._compiler = chosen.compiler_choices()
+                    self._keep_choices(chosen)
                 return
         mark = len(chosen.blocks)
         self._watcher.phase("timing the untouched workload")
@@ -396,6 +396,12 @@ class Search:
             self._pool.arm(chosen)()
         alone = chosen.measured(self._options.metric, mark)
         self._final = (alone, alone, chosen, untouched_speedup(LOOKS[0]))
+
+    def _keep_choices(self, chosen: LiveTrial) -> None:
+        try:
+            self._compiler = chosen.compiler_choices()
+        except WorkerFault as fault:
+            self._watcher.phase(f"replays tune their kernels anew: {fault.reason}")
 
     def _gather(self) -> None:
         """Sets the finalists of further devices up on the first one, where all are compared.
@@ -583,14 +589,14 @@ class Search:
         compilations under way still need is reserved, because they pause for other set-ups.
         """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
+        if left_s < 0.0:  # overtime is for what is under way
+            return []
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
         # Until a compiled candidate or an engine was timed, one is worth a risk.
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
         longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
-        if left_s < 0.0:  # overtime is for what is under way
-            return []
         in_turn = self._scheduler.shares_cores
         if in_turn:
             left_s -= self._kept_s(left_s)

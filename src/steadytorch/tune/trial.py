@@ -224,17 +224,14 @@ class LiveTrial:
             self.worker.resume()
 
     def compiler_choices(self) -> CompilerChoices:
-        """What PyTorch's compiler chose by timing; nothing if its worker cannot tell.
+        """What PyTorch's compiler chose by timing. On a CPU it times nothing.
 
-        On a CPU the compiler times nothing.
+        Raises:
+            WorkerFault: its worker cannot tell.
         """
         if not compiles(self.candidate) or not self.device.startswith("cuda"):
             return CompilerChoices()
-        try:
-            found = self.worker.call("compiler_choices", CHOICES_S)
-        except WorkerFault:
-            return CompilerChoices()
-        return msgspec.convert(found, CompilerChoices)
+        return msgspec.convert(self.worker.call("compiler_choices", CHOICES_S), CompilerChoices)
 
     def frozen(self, allowed: bool) -> Trial:
         """The trial as data."""
