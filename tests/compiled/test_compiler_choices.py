@@ -147,3 +147,28 @@ def test_what_is_supplied_is_withdrawn():
     with supplied(choices):
         assert compiler_choices.current() is choices
     assert compiler_choices.current() is NONE
+
+
+def test_the_device_sleeps_before_kernels_are_timed(monkeypatch):
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    slept = []
+    monkeypatch.setitem(vars(benchmarker), "get_event_pairs", None)
+    del vars(benchmarker)["get_event_pairs"]
+    monkeypatch.setattr(type(benchmarker), "get_event_pairs", lambda self, n, **kwargs: [n, kwargs])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    for _ in range(2):  # once is enough
+        compiler_choices.fill_queue_before_timing()
+    assert benchmarker.get_event_pairs(5, device_type="cuda") == [5, {"device_type": "cuda"}]
+    assert benchmarker.get_event_pairs(100) == [100, {}]
+    assert slept[1] == 20 * slept[0] > 0
+
+
+def test_the_caller_hears_whether_a_product_was_padded(tmp_path):
+    made = within(tmp_path)
+    assert not made.pads
+    made.decide("m x n", False)
+    assert not made.pads
+    made.decide("n x m", True)
+    assert within(tmp_path).pads

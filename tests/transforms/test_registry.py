@@ -60,7 +60,8 @@ def test_create_takes_nothing_outside_of_the_closed_list(wrong):
 
 
 def test_create_fills_in_defaults():
-    assert create(spec("compile")).spec == spec("compile", mode="default", freezing=False)
+    filled = spec("compile", mode="default", freezing=False, unpadded=False)
+    assert create(spec("compile")).spec == filled
 
 
 @pytest.mark.parametrize(

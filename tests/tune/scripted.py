@@ -286,6 +286,7 @@ def make_search(
     slots: int = 2,
     choose_engines: Any = None,
     choose_stem: Any = None,
+    pads: Any = bool,
     device: str = "cpu",
     others: Sequence[str] = (),
     of: Workload | None = None,
@@ -303,5 +304,6 @@ def make_search(
         slots=slots,
         choose_engines=choose_engines,
         choose_stem=choose_stem,
+        pads=pads,
         now=stage.now,
     )

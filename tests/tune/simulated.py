@@ -165,6 +165,7 @@ def search(
     watcher: Any = None,
     available: Sequence[TransformSpec] = AVAILABLE,
     device: str = "cuda:0",
+    pads: Any = bool,
 ) -> Any:
     """Runs a search on a machine; returns its result."""
     options = SearchOptions(budget_s=budget_s, precision="bf16")
@@ -181,6 +182,7 @@ def search(
             options=options,
             watcher=watcher,
             slots=slots,
+            pads=pads,
             now=machine.now,
         ).run()
 

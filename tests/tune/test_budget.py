@@ -110,7 +110,23 @@ def test_the_first_guess_is_corrected_by_what_was_seen():
 def test_a_set_up_that_outlasts_its_expected_time_is_expected_to_take_longer():
     budget = Budget(60.0, lambda: 0.0)
     left = [budget.left_to_set_up_s(20.0, elapsed) for elapsed in (0.0, 12.0, 20.0, 60.0)]
-    assert left == [20.0, 8.0, 10.0, 30.0]
+    assert left == [20.0, 8.0, 4.0, 12.0]
+
+
+def test_a_confirmation_is_costed_at_the_time_of_the_fastest():
+    budget = Budget(60.0, lambda: 0.0)
+    budget.shape = BlockShape(5, 100e6)
+    before_s = budget.confirmation_s()
+    budget.fastest_ns = 10e6
+    assert budget.confirmation_s() == pytest.approx(0.55 * before_s)
+
+
+def test_a_winner_may_take_longer_blocks_than_slower_candidates():
+    budget = Budget(600.0, lambda: 0.0)
+    budget.shape = BlockShape(1, 600e6)  # such iterations are all kept, those below 500 ms are not
+    assert budget.left_without_race() < 600.0 - budget.confirmation_s()
+    budget.fastest_ns = 100e6
+    assert budget.left_without_race() == 600.0 - budget.confirmation_s()
 
 
 def test_overtime_is_a_fifth_of_the_budget_and_granted_once():

@@ -11,6 +11,7 @@ from steadytorch.tune.candidates import (
     CandidateSource,
     stem_of,
     suggested_by,
+    unpadded,
     with_stem_config,
 )
 from steadytorch.workload.workload import Workload
@@ -313,6 +314,29 @@ def test_beyond_drops_the_leaders_own_lower_precision():
     tf32 = single("tf32")
     source = CandidateSource([tf32, BF16, LAYOUT], WORKLOAD, "tf32", "memory-bound")
     assert source.beyond((LAYOUT, tf32)) == [(BF16, LAYOUT)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("same", [(BF16,)]), ("bf16", []), ("fp16", []), ("int8", [])]
+)
+def test_beyond_holds_one_16_bit_type_unless_one_is_allowed(precision, expected):
+    source = CandidateSource([BF16, FP16, LAYOUT], WORKLOAD, precision, "memory-bound")
+    assert source.beyond(()) == expected
+
+
+def test_beyond_compares_engines_in_16_bits_too():
+    engines = [spec for spec in ON_CPU if precision_of((spec,)) == "bf16"]
+    source = CandidateSource([BF16, *engines], WORKLOAD, "same", "memory-bound")
+    named = [transforms.engines(candidate) for candidate in source.beyond(())]
+    assert sorted(named) == sorted({(), *(transforms.engines((spec,)) for spec in engines)})
+
+
+def test_only_the_compiled_part_of_a_candidate_becomes_unpadded():
+    found = unpadded((LAYOUT, FROZEN, GRAPH))
+    assert (found[0], found[2]) == (LAYOUT, GRAPH)
+    assert dict(found[1].parameters) == {**dict(FROZEN.parameters), "unpadded": True}
+    assert transforms.create(found[1]).spec == found[1]
+    assert unpadded((LAYOUT, GRAPH)) == (LAYOUT, GRAPH)
 
 
 def test_nothing_applies_and_nothing_is_proposed():

@@ -9,6 +9,7 @@ import pytest
 from scripted import NullListener
 from simulated import AUTOCAST, AVAILABLE, BF16, MS, Machine, outcome, search
 
+from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.prospects import Prospects
 from steadytorch.tune.search import Search, compiling
 
@@ -131,6 +132,31 @@ def test_compiled_code_is_waited_for_in_place_of_a_final_race(seed, untouched_ms
     found = search(machine, budget_s, slots=2, available=available, device="cpu")
     assert any(spec.name == "compile" for spec in found.chosen)
     assert found.seconds <= 1.2 * budget_s
+
+
+def test_a_second_compilation_begins_early_only_if_twice_its_guess_fits():
+    def compilers(budget_s):
+        machine = Machine(0, compile_s=50.0)
+        log = Log(machine)
+        search(machine, budget_s, slots=8, watcher=log)
+        return sum("compile" in label for second, label in begun(log) if second < 40.0)
+
+    assert compilers(36.0) < compilers(180.0)
+
+
+def test_the_leader_is_tried_without_padding_if_the_compiler_padded():
+    def tried(pads):
+        machine = Machine(0, compile_s=10.0)
+        found = search(machine, 180.0, pads=lambda: pads)
+        return [c.transforms for c in found.candidates if "unpadded" in str(c.transforms)], machine
+
+    assert tried(False)[0] == []
+    (candidate, *_), machine = tried(True)
+    plain = tuple(
+        TransformSpec(s.name, tuple(p for p in s.parameters if p[0] != "unpadded"))
+        for s in candidate
+    )
+    assert plain in machine.acts
 
 
 def test_a_search_stops_when_no_gain_is_expected_and_says_so():

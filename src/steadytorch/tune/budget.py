@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from steadytorch import transforms
+from steadytorch.bench.ramp import LONG_NS
 from steadytorch.errors import UsageError
 from steadytorch.measure.race import LOOKS
 from steadytorch.results.candidate import Candidate, TransformSpec
@@ -33,7 +34,7 @@ _CONVERT_S = 8.0
 """First guess at starting a worker and converting a model for an engine such as ONNX Runtime. For
 ResNet-50, ViT-B/16 and GPT-2 on two cores, OpenVINO took 6 to 7 s and ONNX Runtime 8 to 14 s."""
 _PLAIN_S = 2.0
-_UNDERESTIMATED = 0.5
+_UNDERESTIMATED = 0.2
 """A set-up that has outlasted its expected time is expected to take this share longer."""
 
 
@@ -84,7 +85,7 @@ class Budget:
 
     def confirmation_s(self) -> float:
         """Seconds for the minimum number of fresh pairs of winner and untouched workload."""
-        return 2 * LOOKS[0] * self.shape.expected_s
+        return LOOKS[0] * self._pair_s()
 
     def require_confirmation(self) -> None:
         """Checks that the minimum number of fresh pairs fits into the budget.
@@ -105,7 +106,7 @@ class Budget:
 
         Overtime that could be granted counts: only a comparison that is undecided takes it.
         """
-        pairs = (self.remaining() + self.may_add_s()) / (2 * self.shape.expected_s)
+        pairs = (self.remaining() + self.may_add_s()) / self._pair_s()
         return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
 
     def reserve_s(self) -> float:
@@ -117,12 +118,20 @@ class Budget:
         """
         race_s = 0.0
         if self.fastest_ns is not None:
-            fast = msgspec.structs.replace(self.shape, iteration_ns=self.fastest_ns)
+            fast = self._fast()
             untouched = self.shape.iteration_ns <= NEAR * self.fastest_ns
             arms = min(self.finalists + 1, KEEP) + untouched
             race_s = LOOKS[0] * arms * fast.expected_s
         needed_s = race_s + self.moving_s + self.confirmation_s()
         return min(needed_s, CLAIM * self.seconds)
+
+    def _fast(self) -> BlockShape:
+        """A block of the fastest candidate; of the untouched workload until one has been timed."""
+        iteration_ns = self.fastest_ns or self.shape.iteration_ns
+        return msgspec.structs.replace(self.shape, iteration_ns=iteration_ns)
+
+    def _pair_s(self) -> float:
+        return self.shape.expected_s + self._fast().expected_s
 
     def screening_s(self, iterations_ns: Iterable[float]) -> float:
         """Seconds to screen arms with these iteration times in ns."""
@@ -134,8 +143,12 @@ class Budget:
         return self.remaining() - self.reserve_s()
 
     def left_without_race(self) -> float:
-        """Seconds left if the leader is confirmed without a final race."""
-        return self.remaining() - self.confirmation_s()
+        """Seconds left if a winner is confirmed without a final race."""
+        # Below `LONG_NS`, blocks discard iterations, so that a faster winner may take longer.
+        longest_ns = min(self._fast().iteration_ns, LONG_NS - 1)
+        longest = msgspec.structs.replace(self.shape, iteration_ns=longest_ns)
+        needed_s = LOOKS[0] * (self.shape.expected_s + longest.expected_s)
+        return self.remaining() - max(self.confirmation_s(), min(needed_s, CLAIM * self.seconds))
 
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.

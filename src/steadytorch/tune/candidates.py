@@ -17,6 +17,7 @@ from steadytorch.workload.workload import Workload
 
 _VARIED_FIRST = ("attention_backend", "channels_last", "compile")
 """Transforms whose variations are tried first, in this order."""
+_HALF = frozenset({"bf16", "fp16"})
 _RECORDED = ("launch-bound", "compute-bound")
 """Regimes with recorded searches on GPUs."""
 
@@ -55,6 +56,16 @@ def with_stem_config(candidate: Candidate, config: str) -> Candidate:
     parameters = {**dict(stem.parameters), "config": config}
     new = TransformSpec(stem.name, tuple(parameters.items()))
     return tuple(new if spec == stem else spec for spec in candidate)
+
+
+def unpadded(candidate: Candidate) -> Candidate:
+    """The candidate with its matrix products compiled without padding."""
+    return tuple(
+        TransformSpec(spec.name, tuple({**dict(spec.parameters), "unpadded": True}.items()))
+        if spec.name == "compile"
+        else spec
+        for spec in candidate
+    )
 
 
 class CandidateSource:
@@ -241,12 +252,20 @@ class CandidateSource:
     def beyond(self, candidate: Candidate) -> list[Candidate]:
         """Variants of the leader in precision classes that the user did not allow.
 
-        Without int8, which takes long to set up: it is quantised and calibrated.
+        In 16 bits, one for PyTorch and one for each engine; none if a 16-bit type is allowed. bf16
+        and fp16 are about as fast, and a compilation takes up to a minute. Without int8, which is
+        quantised and calibrated.
         """
         found: list[Iterable[TransformSpec]] = []
+        in_16_bits = None if _HALF & self._classes else set[tuple[str, ...]]()
         for spec in self._available:
-            if precision_of((spec,)) in (*self._classes, "int8"):
+            precision, engine = precision_of((spec,)), transforms.engines((spec,))
+            if precision in (*self._classes, "int8"):
                 continue
+            if precision in _HALF:
+                if in_16_bits is None or engine in in_16_bits:
+                    continue
+                in_16_bits.add(engine)
             others = [
                 s
                 for s in candidate

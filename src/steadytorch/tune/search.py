@@ -32,6 +32,7 @@ from steadytorch.tune.candidates import (
     CandidateSource,
     engine_prefix,
     stem_of,
+    unpadded,
     with_stem_config,
 )
 from steadytorch.tune.prospects import ENOUGH, HORIZON_S, LEAST, Prospects
@@ -53,6 +54,8 @@ ENGINES_SHARE = 0.3
 """Limits for choosing engines: in seconds, and as a share of the exploration time."""
 COMPILING = 4
 """Maximum number of candidates that compile at once per device, because they share the cores."""
+GUESSED_SHORT = 2.0
+"""A compilation may take this multiple of the first guess at it (see `budget`)."""
 STEM_S = 10.0
 """Seconds for choosing the configuration of a fused stem."""
 UNKNOWN = "unclassified"
@@ -95,6 +98,7 @@ class Search:
         choose_engines: maps prefix transforms and seconds to the parameter of `cudnn_engines`;
             called only if that transform applies.
         choose_stem: maps prefix transforms and seconds to the `config` of `fused_kernels`.
+        pads: whether the compiler has padded matrix products of a candidate.
         now: returns seconds on a monotonic clock.
         began: start of the budget on that clock; None for now.
     """
@@ -111,6 +115,7 @@ class Search:
         slots: int,
         choose_engines: Chooser | None = None,
         choose_stem: Chooser | None = None,
+        pads: Callable[[], bool] = bool,
         now: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
@@ -118,6 +123,7 @@ class Search:
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
         self._choose_engines, self._choose_stem = choose_engines, choose_stem
+        self._pads = pads
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
         self._prospects, self._ended, self._beyond = Prospects(), "", ""
         self._rng = Random(options.seed)
@@ -196,7 +202,8 @@ class Search:
             self._available = self._with_engines()
             source = self._source(character.regime, findings)
             self._pursue(lambda: self._strong(source), while_it_pays=True)
-        owed = self._begin(source.beyond(self._pool.leader().candidate))
+        owed = self._begin(self._unpadded())
+        owed += self._begin(source.beyond(self._pool.leader().candidate))
         owed += self._begin(self._refined(source))
         leader = describe(self._pool.leader().candidate)
         phase = f"trying variations of {leader}, and other precisions for comparison"
@@ -380,6 +387,11 @@ class Search:
             return []
         return [with_stem_config(leader, config)] if config else []
 
+    def _unpadded(self) -> list[Candidate]:
+        """The leader without padding, if the compiler padded matrix products of a candidate."""
+        leader = self._pool.leader().candidate
+        return [unpadded(leader)] if compiles(leader) and self._pads() else []
+
     def _decide(self) -> None:
         """Confirms the winner on fresh pairs; if it dies meanwhile, that of another race."""
         if self._pool.further:
@@ -546,9 +558,10 @@ class Search:
         rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         if not rivals or self._has_timed_compiled():
             return False
-        beyond_s = self._soonest_s(rivals) + needed_s - self._budget.left_without_race()
-        if beyond_s <= 0.0:
+        left_s = self._budget.left_without_race() - needed_s
+        if left_s > 0.0:  # nothing else could use this time
             return True
+        beyond_s = self._soonest_s(rivals) - left_s
         if beyond_s > self._budget.may_add_s():
             return False
         label = describe(min(rivals, key=self._left_s).candidate)
@@ -593,10 +606,14 @@ class Search:
             return []
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
-        # Until a compiled candidate or an engine was timed, one is worth a risk.
+        # Until a compiled candidate or an engine was timed, the first are worth a risk. Others
+        # slow them down, so they must fit even if the guess at their set-up is too short.
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
-        longest_s = left_s + (self._budget.may_add_s() if bold else 0.0)
+        first = bold and not any(map(compiles, begun))
+        longest_s = left_s + (self._budget.may_add_s() if first else 0.0)
+        if bold and not first:
+            longest_s /= GUESSED_SHORT
         in_turn = self._scheduler.shares_cores
         if in_turn:
             left_s -= self._kept_s(left_s)

@@ -18,7 +18,7 @@ import torch
 
 from steadytorch import __version__, transforms
 from steadytorch.bench.bench_worker import save_payload
-from steadytorch.compiled import artefact
+from steadytorch.compiled import artefact, compiler_choices
 from steadytorch.device.facts import DeviceFacts, load_facts, resolve_device
 from steadytorch.errors import PlanError, UsageError, one_line
 from steadytorch.native import host
@@ -278,6 +278,7 @@ class Session:
                 slots=self._slots(),
                 choose_engines=engines,
                 choose_stem=partial(self._stem, directory, launch.server, scheduler.pump_until),
+                pads=lambda: compiler_choices.within(directory).pads,
                 began=began,
             ).run()
             self._converted = artefact.held(directory, transforms.artefacts(result.chosen))
