@@ -2,6 +2,7 @@
 
     python benchmarks/rivals --seconds 560                      # as many as fit
     python benchmarks/rivals --seconds 560 --only vit_b_16 bert # more workloads, same files
+    python benchmarks/rivals --within 60s 30s                   # further searches, timed beside
     python benchmarks/rivals --device cpu
     python benchmarks/rivals --device cpu --processes 5         # verdict over fresh processes
     python benchmarks/rivals --device cpu --beside              # beside a busy process
@@ -41,7 +42,7 @@ from typing import Any
 import msgspec
 import quick
 import torch
-from rival_arms import OURS, start_all
+from rival_arms import OURS, start_all, within
 from rival_cases import CASES, Case, chosen
 from rival_options import options_of
 from rival_power import power_of, recorded
@@ -93,17 +94,17 @@ PROTOCOL = {
 
 
 def searched(
-    case: Case, workload: Workload, args: argparse.Namespace, folder: Path
+    case: Case, workload: Workload, args: argparse.Namespace, store: Path, budget_s: float
 ) -> tuple[dict[str, Any], str | None]:
     """Search; return a record of the findings, and the plan's file or None if it failed."""
     options = SearchOptions(
         objective="contended" if args.beside else "auto",
         precision=case.precision,
-        budget_s=case.budget_s,
+        budget_s=budget_s,
     )
     timeline = Timeline()
     try:
-        session = Session(workload, options, args.device, folder / "store")
+        session = Session(workload, options, args.device, store)
         result = session.search(timeline)
         plan = session.keep(result)
     except Exception as error:  # time the rivals anyway
@@ -164,15 +165,22 @@ def _rows(
     save_payload(workload, folder)
     entry["state_before"] = msgspec.to_builtins(snapshot(args.device))
     tell(f"searching for {entry['budget_s']:.0f} s")
-    found, plan = searched(case, workload, args, folder)
+    found, plan = searched(case, workload, args, folder / "store", case.budget_s)
     entry |= found
+    plans, entry["budgets"] = {OURS: plan}, list[dict[str, Any]]()
+    for budget_s in args.within:
+        tell(f"searching for {budget_s:.0f} s")
+        store = folder / f"store-{budget_s:.0f}"
+        further, plans[within(budget_s)] = searched(case, workload, args, store, budget_s)
+        entry["budgets"].append({"budget_s": budget_s, **further})
+    plans = {name: path for name, path in plans.items() if path is not None}
     entry["cap_s"] = args.cap or BEYOND * found.get("search_s", entry["budget_s"])
     tell(found.get("plan") or found["search_failed"])
     del workload
     by_hand = case.options or options_of(kind, case.precision)
     options = [name for name in by_hand if not any(text in name for text in args.skip)]
     began = time.monotonic()
-    arms = start_all(plan, options, args.device, folder, entry["cap_s"], tell)
+    arms = start_all(plans, options, args.device, folder, entry["cap_s"], tell)
     entry["set_ups_s"] = time.monotonic() - began
     try:
         tell("timing")
@@ -196,7 +204,9 @@ def _rows(
     if ours is not None and ours.is_live and args.processes:
         best_ones, began = close(rows), time.monotonic()
         tell(f"{args.processes} times in fresh processes: {', '.join(best_ones)}")
-        started = partial(start_all, plan, best_ones, args.device, folder, entry["cap_s"], tell)
+        started = partial(
+            start_all, {OURS: plan}, best_ones, args.device, folder, entry["cap_s"], tell
+        )
         with closing(Neighbour(args.beside)) as neighbour, neighbour:
             made = anew(started, args.processes, METRICS[kind], args.timing, rng, tell)
         over_processes(rows, made)
@@ -256,6 +266,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", help="of the searches; default: by workload")
     parser.add_argument(
         "--budget", type=parse_duration, help="of each search; default: that of steady.tune"
+    )
+    parser.add_argument(
+        "--within",
+        nargs="+",
+        type=parse_duration,
+        default=[],
+        metavar="BUDGET",
+        help="of further searches, timed beside",
     )
     parser.add_argument(
         "--cap", type=parse_duration, help="of autotuned set-ups; default: 1.06 x search time"
@@ -339,7 +357,7 @@ def measure_all(
     while waiting:
         start, budget_s = time.monotonic(), waiting[0].budget_s
         once_s = (args.cap or BEYOND * budget_s) + args.timing
-        expected = START_S + budget_s + once_s * (1 + args.processes)
+        expected = START_S + budget_s + sum(args.within) + once_s * (1 + args.processes)
         fits = start - began + max(longest, expected) <= args.seconds
         if not (fits or args.quick):  # a quick run is ended by its limit
             break

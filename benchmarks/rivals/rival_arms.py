@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,20 +72,25 @@ class Arm:
         self.worker.kill()
 
 
+def within(budget_s: float) -> str:
+    """Name of ours as found by a further search, within a budget."""
+    return f"{OURS} within {budget_s:.0f} s"
+
+
 def start_all(
-    plan: str | None,
+    plans: Mapping[str, str],
     options: Sequence[str],
     device: str,
     directory: Path,
     cap_s: float,
     tell: Callable[[str], None],
 ) -> list[Arm]:
-    """Set up ours, if there is a plan, and every option, in parallel on shared cores.
+    """Set up our plans and every option, in parallel on shared cores.
 
     Another process computes the float64 reference for their checks.
 
     Args:
-        plan: file of the plan.
+        plans: file of each plan, by name.
         options: names of hand-written options.
         device: device to run on.
         directory: folder of the payload.
@@ -95,7 +100,7 @@ def start_all(
     Raises:
         WorkerFault: the workload itself fails, so that there is no reference.
     """
-    names = [*([OURS] if plan is not None else []), *options]
+    names = [*plans, *options]
     reference = Arm(REFERENCE, Worker(TUNING_HANDLER, directory, REFERENCE))
     arms = [
         Arm(name, Worker(HANDLER, directory, f"arm-{i}", _environment(name, options, directory)))
@@ -107,7 +112,7 @@ def start_all(
         while waiting := [arm for arm in (reference, *arms) if arm.stage not in ENDED]:
             _wait(waiting)
             for arm in waiting:
-                if _moved(arm, plan, cap_s, reference.stage == "ready") and arm.stage in ENDED:
+                if _moved(arm, plans, cap_s, reference.stage == "ready") and arm.stage in ENDED:
                     tell(f"{arm.option}: {arm.failed or _took(arm)}")
             if reference.failed is not None:
                 raise WorkerFault(Fault.RAISED, reference.failed, reference.detail)
@@ -138,7 +143,7 @@ def _wait(waiting: Sequence[Arm]) -> None:
         wait_any(asked, 0.25)
 
 
-def _moved(arm: Arm, plan: str | None, cap_s: float, has_reference: bool) -> bool:
+def _moved(arm: Arm, plans: Mapping[str, str], cap_s: float, has_reference: bool) -> bool:
     """Process the answer of an arm's worker and request its next stage."""
     if arm.stage == PREPARED:
         if has_reference:
@@ -157,7 +162,7 @@ def _moved(arm: Arm, plan: str | None, cap_s: float, has_reference: bool) -> boo
         arm.reject(fault.reason, fault.detail)
         return True
     if arm.stage == "load":
-        _ask(arm, plan)
+        _ask(arm, plans)
     elif arm.stage == "prepare":
         arm.stage = PREPARED
     else:
@@ -165,15 +170,14 @@ def _moved(arm: Arm, plan: str | None, cap_s: float, has_reference: bool) -> boo
     return True
 
 
-def _ask(arm: Arm, plan: str | None) -> None:
+def _ask(arm: Arm, plans: Mapping[str, str]) -> None:
     """Send the first request to a loaded workload."""
     if arm.option == REFERENCE:
         arm.stage = REFERENCE
         arm.worker.send("reference", seed=0)
     else:
         arm.stage = "prepare"
-        ours = plan if arm.option == OURS else None
-        arm.worker.send("prepare", option=arm.option, plan=ours)
+        arm.worker.send("prepare", option=arm.option, plan=plans.get(arm.option))
 
 
 def _accept(arm: Arm, reply: Any) -> None:

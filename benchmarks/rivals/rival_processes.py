@@ -21,7 +21,7 @@ CLOSE = 1.1
 
 def close(rows: Sequence[Row]) -> list[str]:
     """Names of the rivals that may be the best by either figure; empty if none was timed."""
-    timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
+    timed = [row for row in rows if not (row["option"].startswith(OURS) or row["failed"])]
     found = [
         row["option"]
         for figure in ("period_ms", "latency_ms")

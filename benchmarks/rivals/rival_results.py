@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rival_arms import OURS, Arm
-from rival_options import AUTOTUNED
+from rival_arms import OURS, Arm, within
+from rival_options import AUTOTUNED, compiles
 from rival_power import clock_finding
 
 from steadytorch.bench.series import Series
@@ -164,8 +164,41 @@ def ours_of(rows: Sequence[Row]) -> Row | None:
 
 def best_of(rows: Sequence[Row], figure: str) -> Row | None:
     """The fastest rival by `period_ms` or `latency_ms`, without wrong results; None if none."""
-    timed = [row for row in rows if row["option"] != OURS and not row["failed"]]
+    timed = [row for row in rows if not (row["option"].startswith(OURS) or row["failed"])]
     return min((r for r in timed if not is_wrong(r)), key=lambda row: row[figure], default=None)
+
+
+def within_budgets(document: Document) -> dict[float, dict[str, dict[str, Any]]]:
+    """Plans of further searches against the best by hand, by budget in seconds and workload.
+
+    Each has the seconds of its `search_s` and, as shares of our time beyond the rival's:
+    `best`, `uncompiled` (the best option that compiles nothing) and `default` (our plan of the
+    default budget). None where one of both was not timed.
+    """
+    found: dict[float, dict[str, dict[str, Any]]] = {}
+    for name, entry in document["workloads"].items():
+        rows = rows_of(document, name)
+        plain = [row for row in rows if not compiles(row["option"])]
+        rivals = {
+            "best": best_of(rows, "period_ms"),
+            "uncompiled": best_of(plain, "period_ms"),
+            "default": ours_of(rows),
+        }
+        for each in entry.get("budgets", ()):
+            option = within(each["budget_s"])
+            ours = next((r for r in rows if r["option"] == option and not r["failed"]), None)
+            found.setdefault(each["budget_s"], {})[name] = {
+                "search_s": each.get("search_s"),
+                **{key: _between(ours, row) for key, row in rivals.items()},
+            }
+    return found
+
+
+def _between(ours: Row | None, theirs: Row | None) -> float | None:
+    if ours is None or theirs is None:
+        return None
+    sides = (row["block_medians_ns"]["period"] for row in (theirs, ours))
+    return verdict(*sides)["estimate"]
 
 
 def is_wrong(row: Row) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from rival_options import AUTOTUNED, ENGINES
@@ -21,9 +21,15 @@ from rival_results import (
     ratio,
     rows_of,
     totals,
+    within_budgets,
 )
 
 NONE = ""
+WITHIN = {
+    "best": "the best rival's period",
+    "uncompiled": "the best uncompiled",
+    "default": "our own at the default",
+}
 ROWS = (
     "workload",
     "option",
@@ -199,11 +205,30 @@ def over_all(document: Document) -> list[str]:
         )
     if found["search_s"] is not None:
         lines.append(f"- search: median {found['search_s']:.0f} s")
+    lines += within_lines(document)
     if found["autotuned"]:
         took = figure(found["autotuned_s"], ".0f", " s median set-up, ")
         lines.append(
             f"- {AUTOTUNED}: {took}{found['autotuned_ready']} of {found['autotuned']} ready in time"
         )
+    return lines
+
+
+def within_lines(document: Document) -> list[str]:
+    """A sentence for each budget of further searches."""
+    lines = []
+    for budget_s, by_name in sorted(within_budgets(document).items(), reverse=True):
+        searches = [each["search_s"] for each in by_name.values() if each["search_s"]]
+        parts = [f"median search {median(searches):.0f} s"] if searches else []
+        for key, rival in WITHIN.items():
+            known = {n: 1 + each[key] for n, each in by_name.items() if each[key] is not None}
+            if known:
+                worst = max(known, key=lambda name: known[name])
+                parts.append(
+                    f"over {rival} {geometric_mean(known.values()):.3f} of {len(known)}, worst "
+                    f"{known[worst]:.3f} ({worst})"
+                )
+        lines.append(f"- within {budget_s:.0f} s: {'; '.join(parts)}")
     return lines
 
 
