@@ -44,6 +44,15 @@ def test_a_compilation_begins_with_the_untouched_workload():
     assert "compile(default, freezing)" in first[1][1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_graph_of_uncompiled_code_is_ready_when_little_time_is_left(seed):
+    machine = Machine(seed, compile_s=60.0)
+    log = Log(machine)
+    result = search(machine, 26.0, watcher=log)
+    assert any(second == 0.0 and "cuda_graph" in label for second, label in begun(log))
+    assert any(spec.name == "cuda_graph" for spec in result.chosen)
+
+
 def test_what_is_ready_is_timed_while_compilers_go_on():
     machine = Machine(0, compile_s=40.0)
     log = Log(machine)
@@ -195,9 +204,9 @@ def test_a_precision_too_low_for_the_model_is_left_after_one_try(seed, inexact):
     log = Log(machine)
     available = [*AVAILABLE, AUTOCAST]
     result = search(machine, 180.0, watcher=log, available=available)
-    assert [t.transforms for t in result.candidates if (t.error or 0) > 0.5] == [
-        (spec,) for spec in inexact
-    ]
+    tried = [t.transforms for t in result.candidates if (t.error or 0) > 0.5]
+    assert [each for each in tried if len(each) == 1] == [(spec,) for spec in inexact]
+    assert len(tried) <= len(inexact) + 1  # with the graph that begins beside it
     assert not set(result.chosen) & set(inexact)
     assert sum("leaving" in phase for phase in log.phases) == len(inexact)
     without = [spec for spec in available if spec not in inexact]

@@ -8,6 +8,7 @@ candidate. The reported speedup comes from pairs taken after the winner was chos
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -167,6 +168,8 @@ class Search:
         source = self._source()
         slow = self._affordable(filter(compiles, source.seeds()))
         early = slow[: max(1, self._slots // 4)]
+        if self._slots >= 4 and not self._scheduler.shares_cores:  # the first to be ready
+            early += itertools.islice((c for c in source.seeds() if not compiles(c)), 1)
         self._lowered = source.lowered()
         if self._lowered and self._lowered not in early:
             early.append(self._lowered)
@@ -358,7 +361,11 @@ class Search:
             return others
         precision, training = self._options.precision, self._workload.is_training
         prefix = engine_prefix(self._available, precision, training)
-        seconds = min(ENGINES_S, ENGINES_SHARE * self._budget.left_to_explore())
+        left_s = self._budget.left_to_explore()
+        seconds = min(ENGINES_S, ENGINES_SHARE * left_s)
+        if left_s - seconds < self._budget.expected_setup_s(prefix, self._pool.trials):
+            self._not_applicable[ENGINES] = f"{EXHAUSTED} before engines could be tried"
+            return others
         self._watcher.phase("choosing a cuDNN engine for each convolution")
         try:
             chosen = TransformSpec(ENGINES, (("choices", choose(prefix, seconds)),))
