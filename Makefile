@@ -35,7 +35,7 @@ gpu-test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "gpu and alone" tests/gpu
 	$(BIN)/python -m pytest -n auto -m "gpu and not alone" tests/gpu
 
-bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 40 minutes
+bench: $(VENV)/installed  # on a machine with an NVIDIA GPU; about 90 minutes
 	$(BIN)/python benchmarks/rivals
 
 bench-quick: $(VENV)/installed  # CPU or GPU; five minutes, beside the published results

@@ -60,6 +60,18 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("unet", "4x1x252x252", "fp16"),
         Case("transformers:bert", "8x128", "fp16"),  # imports take seconds in each process
         Case("gpt2", "4x256", "fp16"),
+        Case("torchvision:swin_t", "32", "fp16"),
+        Case("torchvision:maxvit_t", "16", "fp16"),
+        Case("timm:mixer_b16_224", "64", "fp16"),
+        Case("torchvision:regnet_y_8gf", "32", "fp16"),
+        Case("torchvision:shufflenet_v2_x1_0", "128", "fp16"),
+        Case("torchvision:inception_v3", "32", "fp16"),
+        Case("timm:ese_vovnet39b", "1", "fp16"),
+        Case("timm:cspdarknet53", "16", "fp16"),
+        Case("torchvision:fcn_resnet50", "8", "fp16"),
+        Case("torchvision:deeplabv3_mobilenet_v3_large", "4", "bf16"),
+        Case("transformers:distilbert", "64x128", "fp16"),
+        Case("transformers:t5", "16", "bf16"),  # encoder and decoder
     ),
     "cpu": (
         Case("resnet50", "1"),

@@ -172,8 +172,9 @@ def within_budgets(document: Document) -> dict[float, dict[str, dict[str, Any]]]
     """Plans of further searches against the best by hand, by budget in seconds and workload.
 
     Each has the seconds of its `search_s` and, as shares of our time beyond the rival's:
-    `best`, `uncompiled` (the best option that compiles nothing) and `default` (our plan of the
-    default budget). None where one of both was not timed.
+    `best`, `ready` (the best option whose own set-up took no longer than the budget), `uncompiled`
+    (the best that compiles nothing) and `default` (our plan of the default budget). None where one
+    of both was not timed.
     """
     found: dict[float, dict[str, dict[str, Any]]] = {}
     for name, entry in document["workloads"].items():
@@ -186,6 +187,8 @@ def within_budgets(document: Document) -> dict[float, dict[str, dict[str, Any]]]
         }
         for each in entry.get("budgets", ()):
             option = within(each["budget_s"])
+            ready = [r for r in rows if r["setup_s"] and r["setup_s"] <= each["budget_s"]]
+            rivals["ready"] = best_of(ready, "period_ms")
             ours = next((r for r in rows if r["option"] == option and not r["failed"]), None)
             found.setdefault(each["budget_s"], {})[name] = {
                 "search_s": each.get("search_s"),

@@ -154,3 +154,27 @@ def test_engines_beyond_pytorch_are_told_apart():
     assert rival_tables.against_pytorch(made(pytorch)) is None
     assert rival_tables.against_pytorch(made(pytorch, engine)) == 0.25
     assert "best of PyTorch alone: geometric mean 0.250" in rival_tables.page(made(pytorch, engine))
+
+
+def test_plans_of_smaller_budgets_have_a_table_of_their_own():
+    def timed(option, period_ms, **others):
+        medians = {"period": [1e6 * period_ms] * 20}
+        return row("a:1", option, period_ms, block_medians_ns=medians, **others)
+
+    rows = [
+        timed("steadytorch", 0.3),
+        timed("steadytorch within 60 s", 0.4),
+        timed("eager", 0.8),
+        timed("fp16 compile", 0.5, setup_s=70.0),
+        timed("fp16 CUDA graph", 0.6),
+        timed("fp16 max-autotune", 0.1, error=1.0),
+    ]
+    found = document(*rows)
+    assert rival_tables.within_table(found) == []
+    found["workloads"]["a:1"]["budgets"] = [{"budget_s": 60.0, "search_s": 55.0}]
+    (shares,) = rival_results.within_budgets(found)[60.0].values()
+    expected = {"best": 0.8, "ready": 0.667, "uncompiled": 0.667, "default": 1.333}
+    assert {key: round(1 + shares[key], 3) for key in expected} == expected
+    (line,) = cells(rival_tables.page(found), "60 s")
+    assert line[1:3] == ["55 s", "0.800, 0.800 (a:1)"]
+    assert rival_results.best_of(rows, "period_ms")["option"] == "fp16 compile"
