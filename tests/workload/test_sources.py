@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from steadytorch import load_workload
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.workload.sources import PREFIXES, did_you_mean, load
 from steadytorch.workload.workload import Workload
@@ -127,6 +128,12 @@ class TestTransformers:
         workload = load("transformers", self.directory(tmp_path, TINY_T5), 2, seeded())
         assert workload.kwargs["decoder_input_ids"].shape == (2, 128)
         assert output_of(workload).past_key_values is None
+
+    def test_the_decoder_takes_the_shape_that_the_encoder_is_given(self, tmp_path: Path):
+        spec = f"transformers:{self.directory(tmp_path, TINY_T5)}"
+        workload = load_workload(spec, inputs=["3x7"])
+        assert workload.kwargs["decoder_input_ids"].shape == workload.inputs[0].shape == (3, 7)
+        output_of(workload)
 
     @pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "bert-base-uncased"])
     def test_a_name_on_the_hub_is_not_looked_up(self, name: str):

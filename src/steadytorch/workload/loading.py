@@ -46,7 +46,8 @@ def load_workload(
         batch: samples per call, one by default. A factory gets it as the keyword `batch`.
         inputs: replacements for all positional inputs, as `64x3x224x224` or
             `64x3x224x224:float32`. The default dtype is that of the replaced input. Floats are
-            standard normal; integers are below the size of the model's first embedding.
+            standard normal; integers are below the size of the model's first embedding. The decoder
+            of a named encoder-decoder gets the first one's shape.
         device: device of the model and the inputs, such as `cpu` or `cuda:1`.
         train: whether to build a training step: cross-entropy against fixed random targets, SGD
             with momentum. A factory provides its own with `Workload.training`.
@@ -76,7 +77,12 @@ def load_workload(
         if _is_factory(spec):
             workload = factories.call_factory(spec, batch, train)
             return with_values(_with_inputs(workload, layouts, generator)).to(target)
-        workload = _with_inputs(_named(spec, batch, generator), layouts, generator)
+        named = _named(spec, batch, generator)
+        workload = _with_inputs(named, layouts, generator)
+        if layouts and named.kwargs:  # the decoder's text gets the shape of the encoder's
+            bound = _vocabulary(named.module)
+            texts = {key: layouts[0].draw(torch.int64, bound, generator) for key in named.kwargs}
+            workload = replace(workload, kwargs=texts)
         if train:
             if spec.startswith("transformers:"):
                 raise UsageError(
