@@ -1,4 +1,4 @@
-"""Benchmark mode for a whole PyTorch workload: measured, verified, stored, replayed."""
+"""Benchmark mode for PyTorch workloads: measure, verify, store and replay execution plans."""
 
 import sys
 from importlib import import_module
@@ -109,9 +109,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the import system from replacing public functions by subpackages of the same name.
+    """Stops submodule imports from overwriting public functions that have the same name.
 
-    Importing `steadytorch.tune.session` would otherwise replace the function `steadytorch.tune`.
+    Without this class, importing `steadytorch.tune.session` would overwrite the function
+    `steadytorch.tune`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -123,7 +124,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _as_html(result: Any) -> str:
-    """Rendering imports much, so only a notebook that shows a result does."""
+    """Renders a result as HTML; the renderer is imported only when a notebook shows a result."""
     from steadytorch.report.notebook import as_html
 
     return as_html(result)

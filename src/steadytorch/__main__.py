@@ -1,4 +1,4 @@
-"""`python -m steadytorch` is the command `steady`."""
+"""Makes `python -m steadytorch` run the command `steady`."""
 
 from steadytorch.cli import main
 

@@ -93,8 +93,8 @@ def _read(setting: _Setting) -> str:
 def set_ambient(values: Mapping[str, str]) -> None:
     """Apply the settings that `ambient` returned in another process.
 
-    Intended for a fresh process; the old values are not restored. A setting that is `UNREADABLE`
-    in `values` or here stays unchanged.
+    Call `set_ambient` in a fresh process only, because the old values are not restored. A setting
+    that is `UNREADABLE` in `values` or in this process stays unchanged.
 
     Raises:
         UsageError: a setting or its value is unknown. Settings before it have been applied.
@@ -119,7 +119,8 @@ def _write(name: str, setting: _Setting, text: str) -> None:
 class flags:  # noqa: N801 - used like a function, in `with flags(...)`
     """Context that sets attributes `(owner, name, value)` and restores the old values on exit.
 
-    A class takes a third of the time of a generator, and this wraps every call of a model.
+    `flags` wraps every model call, so it is a class: a generator-based context manager takes three
+    times as long.
     """
 
     __slots__ = ("_found", "_settings")

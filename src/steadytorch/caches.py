@@ -25,7 +25,7 @@ def cache_folder(name: str) -> Path | None:
 
 
 def why_not_private(seen: os.stat_result, what: str) -> str | None:
-    """Returns why users other than this one and root may write to a file or folder.
+    """Returns why users other than the current user and root may write to a file or folder.
 
     Args:
         seen: status of the file or folder.

@@ -1,4 +1,4 @@
-"""The check-up of a machine."""
+"""Check of the machine before a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadytorch.transforms.plugin_worker import check_all
 
 
 def doctor(device: str = "auto", plugins: bool = False) -> CheckUp:
-    """Checks the machine before a measurement; takes seconds.
+    """Checks the machine before a measurement; takes a few seconds.
 
     Needs no privileges and changes nothing. Times a matrix product in this process.
 

@@ -1,13 +1,13 @@
-"""The exception tree of the project.
+"""Exception hierarchy of the project.
 
 Exceptions are for misuse and faults; each message says what happened, the value seen, and what to
 do. Expected outcomes (a transform that does not apply, a candidate that fails verification) are
-values with a reason instead.
+returned as values with a reason.
 """
 
 
 class SteadyError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is the exit code of the command line."""
+    """Base class of the project's errors; `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -19,11 +19,11 @@ class UsageError(SteadyError):
 
 
 class MissingWorkloadError(UsageError):
-    """The workload that was named does not exist: its model, file, module or factory is missing."""
+    """The named workload does not exist: its model, file, module or factory is missing."""
 
 
 class UnsupportedError(SteadyError):
-    """The request is sound, but this machine or build cannot do it; the message says why."""
+    """The request is valid, but this machine or build cannot do it; the message says why."""
 
     exit_code = 3
 

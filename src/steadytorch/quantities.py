@@ -32,7 +32,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def size(byte_count: float) -> str:
-    """Formats a size, such as `1.23 GiB`."""
+    """Formats a size in bytes, such as `1.23 GiB`."""
     for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if byte_count >= factor:
             digits = 2 if byte_count < 10 * factor else 1 if byte_count < 100 * factor else 0

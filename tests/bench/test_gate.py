@@ -207,6 +207,7 @@ def real(repository):
     return run
 
 
+@pytest.mark.slow
 def test_three_times_the_work_is_slower(real, repository):
     repository.commit(work_py=WORK.format(times=60))
     repository.write(work_py=WORK.format(times=180))

@@ -132,13 +132,20 @@ def test_tuned_kernels_are_found_with_their_configurations(cache, monkeypatch):
     del kernels
 
 
-def test_a_plan_places_its_choices_before_it_compiles(plan, model, x, cache):
+def test_a_plan_places_its_choices_before_it_compiles(plan, model, x, cache, monkeypatch):
+    def compile_model(function, **options):
+        assert json.loads((cache / NAME).read_text()) == MADE.kernels[NAME]
+        asked.append(options)
+        return function
+
+    asked = []
+    monkeypatch.setattr(torch, "compile", compile_model)
     compiled = (TransformSpec("compile", (("mode", "default"), ("freezing", True))),)
     kept = msgspec.structs.replace(plan, candidate=compiled, compiler=MADE)
     assert msgspec.json.decode(msgspec.json.encode(kept.compiler), type=CompilerChoices) == MADE
     with torch.no_grad():
         kept.apply(model)(x)
-    assert json.loads((cache / NAME).read_text()) == MADE.kernels[NAME]
+    assert asked
     assert compiler_choices.current() is NONE
 
 

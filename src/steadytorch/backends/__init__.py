@@ -1,1 +1,1 @@
-"""Engines beyond PyTorch: exporting a model, converting it, and calling the result."""
+"""Inference engines other than PyTorch: export a model, convert it, call the converted model."""

@@ -1,4 +1,4 @@
-"""Calling a converted model like the model itself."""
+"""Calls a converted model with the signature of the original PyTorch model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 class EngineModel:
-    """A converted model with the call signature of the model it was made from.
+    """A converted model with the call signature of the original PyTorch model.
 
-    Calls are serialised, because requests of engines are not reentrant. Results never share memory
-    with those of other calls.
+    Calls are serialised, because an engine's inference request is not reentrant. The results of
+    different calls never share memory.
 
     Args:
         name: the engine, for messages.
         run: runs the engine.
-        form: the form of calls.
-        workload: the workload that it was made for; the arguments give the layouts to accept.
+        form: the names of the inputs, and the layout and nesting of the results.
+        workload: the workload that the model was converted for; its inputs give the shapes and
+            dtypes to accept.
     """
 
     def __init__(self, name: str, run: Run, form: Form, workload: Workload) -> None:
@@ -54,7 +55,7 @@ class EngineModel:
         return self.exact(*args, **kwargs)
 
     def exact(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the engine with arguments that are known to fit.
+        """Calls the engine without checking the shapes and dtypes of the arguments.
 
         Raises:
             RuntimeError: the engine failed.
@@ -80,7 +81,7 @@ class EngineModel:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The values of a tensor as NumPy can share them: contiguous, without gradients."""
+    """Returns a tensor's values as a contiguous, detached tensor that NumPy can share."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -101,7 +102,7 @@ def _shown(described: tuple[Any, ...]) -> str:
 
 
 def _restored(tensor: Tensor, expected: Any) -> Tensor:
-    """The tensor with the element type and the strides of the model's own result."""
+    """Converts an engine's result to the dtype and strides of the PyTorch model's result."""
     dtype = getattr(torch, expected.dtype)
     if tensor.dtype != dtype:
         tensor = tensor.to(dtype)

@@ -1,7 +1,7 @@
-"""Exporting a model for another engine: a flat program, and the form of its calls as data.
+"""Exports a model for another engine as a flat program, with a description of its results.
 
-The exported program takes the tensors of a call one after the other and returns tensors. `Form`
-holds what engines cannot: how arguments and results are nested, and the results that are constants.
+The exported program takes and returns flat sequences of tensors. `Form` records the input names,
+how results are nested, and which results are constants.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The form of a call, as data.
+    """Names of an exported program's inputs, and layout and nesting of its results.
 
     Attributes:
         inputs: names of the program's inputs, one per tensor among the arguments.
@@ -63,7 +63,7 @@ class Exported(NamedTuple):
 
     Attributes:
         program: takes the tensors of a call and returns tensors.
-        form: the form of its calls.
+        form: the names of the inputs, and the layout and nesting of the results.
     """
 
     program: torch.export.ExportedProgram
@@ -71,17 +71,17 @@ class Exported(NamedTuple):
 
 
 def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sorts keyword arguments by name, as in signatures."""
+    """Sorts keyword arguments by name, which is their order in workload signatures."""
     return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a call's arguments, in the order of the signature."""
+    """Returns the pytree leaves of a call: positional arguments, then keyword arguments by name."""
     return pytree.tree_leaves((args, in_order(kwargs)))
 
 
 def export(workload: Workload) -> Exported:
-    """Exports the model of a workload for the shapes of its inputs.
+    """Exports a workload's model with `torch.export` for the shapes of the workload's inputs.
 
     Args:
         workload: an inference workload on the CPU whose model is an `nn.Module`.
@@ -125,12 +125,13 @@ def _check(tensor: Tensor) -> None:
 
 
 class _Flat(nn.Module):
-    """Calls a model with flat tensors and returns the tensors of its result.
+    """Wraps a model so that it takes flat tensors and returns the flat tensors of its result.
 
     Args:
         model: the model.
-        leaves: leaves of the arguments; tensors mark the places of the flat ones.
-        nesting: their nesting.
+        leaves: pytree leaves of the arguments; the flat tensors of a call replace the tensors among
+            them.
+        nesting: the pytree structure of the arguments.
         seen: receives the leaves and the nesting of each result.
     """
 

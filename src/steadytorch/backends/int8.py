@@ -1,8 +1,8 @@
-"""Int8: static quantisation after training, by ONNX Runtime's own tool.
+"""Static post-training int8 quantisation with ONNX Runtime's quantisation tool.
 
-The quantised model is ONNX with pairs of QuantizeLinear and DequantizeLinear (QDQ). ONNX Runtime
-and OpenVINO both run these layers in int8: weights per channel, activations per tensor, with ranges
-from calibration.
+The quantised model is an ONNX graph with pairs of QuantizeLinear and DequantizeLinear nodes (QDQ).
+ONNX Runtime and OpenVINO both run quantised layers in int8. Weights are quantised per channel, and
+activations per tensor with calibrated ranges.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "GlobalAveragePool", "MaxPoo
 
 
 def quantize(parts: Mapping[str, bytes], form: Form, workload: Workload) -> dict[str, bytes]:
-    """Quantises a converted model, calibrated on the workload's inputs or batches of its loader.
+    """Quantises an ONNX model, calibrated on the workload's inputs or its loader's batches.
 
     Args:
-        parts: what `onnxruntime.convert` returned.
-        form: the form of calls.
+        parts: the model's files by name, from `onnxruntime.convert`.
+        form: names of the model's inputs.
         workload: the untouched workload.
 
     Raises:
         UnsupportedError: the model has nothing to quantise.
-        Exception: the tool cannot quantise it, or the loader fails.
+        Exception: ONNX Runtime cannot quantise the model, or the loader fails.
     """
     import onnx
     from onnxruntime import quantization
@@ -80,9 +80,9 @@ def quantize(parts: Mapping[str, bytes], form: Form, workload: Workload) -> dict
 
 
 def chosen(graph: Any) -> tuple[list[str], list[str]]:
-    """The nodes to quantise by name: products with constant weights, and operators between them.
+    """Names the nodes to quantise: products with constant weights, and operators on int8 values.
 
-    Nodes without a name get one.
+    Nodes without a name are given a name.
 
     Args:
         graph: a graph of ONNX, in topological order.
@@ -108,12 +108,12 @@ def _has_weight(node: Any, weights: Mapping[str, int]) -> bool:
 
 
 def _values(node: Any) -> list[str]:
-    """The inputs that hold values; those of Clip after the first are its limits."""
+    """Returns the names of a node's data inputs, without the limits of a Clip."""
     return list(node.input[:1] if node.op_type == "Clip" else node.input)
 
 
 def calls(workload: Workload) -> Generator[list[Tensor], None, None]:
-    """The flat tensors of each calibrating call: the loader's first batches, or the inputs."""
+    """Yields the flat tensors of each calibration call, from the loader's batches or the inputs."""
     own = Batch(workload.inputs, dict(workload.kwargs))
     feed = workload.feed
     batches = [own] if feed is None else feed.batches(own, workload.device)
@@ -123,11 +123,11 @@ def calls(workload: Workload) -> Generator[list[Tensor], None, None]:
 
 
 class _Reader:
-    """A `CalibrationDataReader` of calls.
+    """A `CalibrationDataReader` that feeds calibration calls to ONNX Runtime.
 
     Args:
         given: the flat tensors of each call.
-        form: the form of calls.
+        form: names of the model's inputs.
         taken: names of the inputs that the model takes; conversion may drop unused ones.
     """
 
@@ -135,7 +135,7 @@ class _Reader:
         self._given, self._form, self._taken = given, form, taken
 
     def get_next(self) -> dict[str, Any] | None:
-        """The next call's arrays by name; None after the last."""
+        """Returns the next call's input arrays by name; None after the last call."""
         tensors = next(self._given, None)
         if tensors is None:
             return None
@@ -147,12 +147,12 @@ def prove(run: int, parts: Mapping[str, Any], engine: str) -> None:
     """Checks that an engine runs every quantised layer in int8.
 
     Args:
-        run: number of layers that it runs in int8.
+        run: number of layers that the engine runs in int8.
         parts: the quantised model.
         engine: the engine, for the message.
 
     Raises:
-        UnsupportedError: it runs fewer.
+        UnsupportedError: the engine runs fewer layers in int8.
     """
     layers = msgspec.json.decode(bytes(parts[LAYERS]), type=int)
     if run < layers:

@@ -1,4 +1,4 @@
-"""ONNX Runtime: converting to ONNX, and running it on its CPU provider."""
+"""Converts a model to ONNX and runs it on ONNX Runtime's CPU execution provider."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TYPES = {"float": "float32", "double": "float64"}
 
 
 def libraries() -> dict[str, str]:
-    """The version of the installed library, by name."""
+    """Returns ONNX Runtime's package name and installed version."""
     return {"onnxruntime": version("onnxruntime")}
 
 
@@ -76,7 +76,7 @@ def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def without_torchvision_warnings() -> Iterator[None]:
-    """Drops warnings that torchvision is missing, which do not concern models without it."""
+    """Suppresses the ONNX exporter's warnings that torchvision is not installed."""
     logger = logging.getLogger(REGISTRATION)
     logger.addFilter(_is_not_of_torchvision)
     try:
@@ -86,11 +86,11 @@ def without_torchvision_warnings() -> Iterator[None]:
 
 
 def load(parts: Mapping[str, Any], form: Form, threads: int, spins: bool) -> Run:
-    """Makes a session for this CPU.
+    """Creates an ONNX Runtime session for this CPU.
 
     Args:
         parts: what `convert` or `int8.quantize` returned, as bytes or buffers.
-        form: the form of calls.
+        form: names of the model's inputs.
         threads: number of threads.
         spins: whether waiting threads keep their cores busy.
 
@@ -117,17 +117,17 @@ def load(parts: Mapping[str, Any], form: Form, threads: int, spins: bool) -> Run
 
 
 def prove(session: Any) -> None:
-    """Checks that only the CPU provider runs a session.
+    """Checks that a session uses the CPU execution provider only.
 
     Raises:
-        UnsupportedError: another provider takes part.
+        UnsupportedError: the session uses another execution provider.
     """
     if (found := session.get_providers()) != [_PROVIDER]:
         raise UnsupportedError(f"ONNX Runtime runs it on {', '.join(found)}, expected {_PROVIDER}")
 
 
 def _int8_layers(session: Any) -> int:
-    """The number of layers that run in int8, by a profile of one call; ends profiling."""
+    """Counts the layers that run in int8 in a profile of one call; ends the session's profiling."""
     given = {
         each.name: np.zeros(each.shape, _numpy_type(each.type)) for each in session.get_inputs()
     }
@@ -138,18 +138,20 @@ def _int8_layers(session: Any) -> int:
 
 
 def _numpy_type(name: str) -> str:
-    """The name in NumPy of a type such as `tensor(float)`."""
+    """Returns the NumPy name of an ONNX Runtime type such as `tensor(float)`."""
     inner = name.removeprefix("tensor(").removesuffix(")")
     return _TYPES.get(inner, inner)
 
 
 class _Session:
-    """Runs a session. Inputs and results are shared with PyTorch, not copied.
+    """Runs an ONNX Runtime session.
+
+    PyTorch and ONNX Runtime share the memory of inputs and results.
 
     Args:
-        kind: the library's class of values.
+        kind: ONNX Runtime's class `OrtValue`.
         session: the session.
-        form: the form of calls.
+        form: names of the model's inputs.
     """
 
     def __init__(self, kind: Any, session: Any, form: Form) -> None:

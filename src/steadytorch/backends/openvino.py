@@ -1,4 +1,4 @@
-"""OpenVINO: converting to its IR, and running it with a proof of what engaged."""
+"""Converts a model to OpenVINO IR, runs it on the CPU, and checks the precision in effect."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PRODUCTS = frozenset({"Convolution", "FullyConnected", "MatMul"})
 
 
 def libraries() -> dict[str, str]:
-    """The version of the installed library, by name."""
+    """Returns OpenVINO's package name and installed version."""
     return {"openvino": version("openvino")}
 
 
 def convert(exported: Exported) -> dict[str, bytes]:
-    """Converts an exported model with static shapes; returns the files of the IR.
+    """Converts an exported model to OpenVINO IR with static shapes; returns the IR files by name.
 
-    Uses OpenVINO's frontend directly, because `openvino.convert_model` reports its use over the
+    Uses OpenVINO's frontend directly, because `openvino.convert_model` sends telemetry over the
     network.
 
     Raises:
@@ -67,13 +67,13 @@ def convert(exported: Exported) -> dict[str, bytes]:
 
 
 def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pinned: bool) -> Run:
-    """Compiles a converted model for this CPU, and proves what engaged.
+    """Compiles a converted model for this CPU and checks its device and precision.
 
-    The hint is always latency: one call is one request, and the next starts after it.
+    The performance hint is always LATENCY, because only one inference request runs at a time.
 
     Args:
-        parts: what `convert` or, for int8, `int8.quantize` returned, as bytes or buffers.
-        form: the form of calls.
+        parts: files by name from `convert` or, for int8, `int8.quantize`, as bytes or buffers.
+        form: names of the inputs, and layout of the results.
         precision: `f32`, `bf16` or `int8`. In int8, the type of floating-point arithmetic is bf16
             where the processor has it.
         threads: number of threads.
@@ -109,7 +109,7 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
 
 
 def prove(compiled: Any, precision: str) -> None:
-    """Checks where and in which precision a compiled model runs, by its own runtime graph.
+    """Checks a compiled model's device, and its precision according to OpenVINO's runtime graph.
 
     Raises:
         UnsupportedError: it runs on another device, a layer computes in lower precision than
@@ -129,17 +129,17 @@ def prove(compiled: Any, precision: str) -> None:
 
 
 def _precisions(compiled: Any) -> list[str]:
-    """The floating-point type of each executed layer."""
+    """Returns the type of each executed layer that computes in floating point."""
     return [name for _, name in _executed(compiled) if name in _FLOATING]
 
 
 def _int8_layers(compiled: Any) -> int:
-    """The number of layers that multiply in int8."""
+    """Counts the layers that multiply in int8."""
     return sum(kind in _PRODUCTS and name in ("i8", "u8") for kind, name in _executed(compiled))
 
 
 def _executed(compiled: Any) -> list[tuple[str, str]]:
-    """The kind of each executed layer, and the type that it computes in."""
+    """Returns the layer type and runtime precision of each executed layer."""
     info = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
     return [
         (each["layerType"].astype(str), each["runtimePrecision"].astype(str))
@@ -149,7 +149,7 @@ def _executed(compiled: Any) -> list[tuple[str, str]]:
 
 
 class _Request:
-    """Runs a compiled model. Inputs and results are shared with PyTorch, not copied.
+    """Runs a compiled model. PyTorch and OpenVINO share the memory of inputs and results.
 
     Args:
         openvino: the library.
@@ -188,7 +188,7 @@ def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def import_openvino() -> ModuleType:
-    """Imports OpenVINO without its telemetry, which it would send on import."""
+    """Imports OpenVINO without `openvino_telemetry`, which would send usage data on import."""
     if "openvino" in sys.modules:
         return sys.modules["openvino"]
     was_there = _TELEMETRY in sys.modules

@@ -1,4 +1,4 @@
-"""One workload under one candidate in a worker process, timed on demand.
+"""Times a workload with a candidate's transforms in a worker process.
 
-Measuring, comparing and tuning share this code: the worker's handler and sampling.
+`measure`, `compare` and `tune` share the worker handler and the sampling code of this package.
 """

@@ -1,4 +1,4 @@
-"""The worker handler that times a workload: rebuild, apply a candidate, warm up, time."""
+"""Worker handler that loads a workload, applies a candidate, warms up and times it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def save_payload(workload: Workload, directory: Path) -> None:
 
 
 class BrokenOff(msgspec.Struct, frozen=True):
-    """The calls of a workload before it failed during warm-up.
+    """Timings of the calls that succeeded before a workload failed during warm-up.
 
     Attributes:
         set_up: the partial set-up.
@@ -88,7 +88,7 @@ class BrokenOff(msgspec.Struct, frozen=True):
 
 
 class _Keeping:
-    """A sampler that keeps its latencies, in case a step fails during warm-up.
+    """A sampler that records its latencies, so that they survive a failure during warm-up.
 
     Args:
         sampler: the sampler to wrap.
@@ -112,7 +112,7 @@ class _Keeping:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Unwraps `StepError`: the model's own exception decides how the candidate is rejected."""
+    """Re-raises a `StepError` as the exception that the model itself raised."""
     try:
         yield
     except StepError as error:
@@ -120,7 +120,9 @@ def own_errors() -> Iterator[None]:
 
 
 class WorkloadHandler:
-    """Worker handler that times a workload. Methods take and return msgpack types.
+    """Worker handler that times a workload.
+
+    Its methods take and return types that msgpack can encode.
 
     Args:
         directory: folder with the payload.
@@ -149,7 +151,7 @@ class WorkloadHandler:
         self._choices = compiler_choices.NONE
 
     def load(self, device: str, ambient: dict[str, str]) -> None:
-        """Adopts the caller's process-wide settings and loads the workload onto the device."""
+        """Applies the caller's process-wide settings and loads the workload onto the device."""
         transforms.set_ambient(ambient)
         if torch.device(device).index is not None:
             torch.cuda.set_device(device)
@@ -159,7 +161,7 @@ class WorkloadHandler:
 
     @own_errors()
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
-        """Applies the candidate and warms it up; returns a `SetUp`."""
+        """Applies the candidate's transforms to the workload and warms it up; returns a `SetUp`."""
         specs = msgspec.convert(candidate, list[TransformSpec])
         self._precision = precision_of(tuple(specs))
         start = time.perf_counter()
@@ -185,7 +187,7 @@ class WorkloadHandler:
 
     @own_errors()
     def block(self, metric: str, count: int) -> list[int]:
-        """Times a block of `count` iterations in ns each, after a discarded `ramp`."""
+        """Discards ramp-up iterations (see `ramp`), then times `count` iterations, each in ns."""
         # Restart training in each block. Endless steps on one batch make weights overflow or
         # gradients vanish, which slows a CPU down, and blocks would depend on earlier ones.
         self._start.restore()
@@ -197,11 +199,11 @@ class WorkloadHandler:
         return times
 
     def compiler_choices(self) -> dict[str, Any]:
-        """What PyTorch's compiler chose by timing for the applied candidate."""
+        """Returns the choices that PyTorch's compiler made by timing for the applied candidate."""
         return msgspec.to_builtins(self._choices.of_process())
 
     def broken_off(self) -> dict[str, Any] | None:
-        """Samples taken before the warm-up failed, as a `BrokenOff`; None if there are none."""
+        """Returns samples from before the warm-up failed, as a `BrokenOff`; None without any."""
         return None if self._broken_off is None else msgspec.to_builtins(self._broken_off)
 
     def _kept(self, latencies: list[int], setup_s: float, error: StepError) -> BrokenOff | None:
@@ -282,7 +284,7 @@ class WorkloadHandler:
     def _stretch(
         self, metric: str, durations: list[int], seconds_left: float
     ) -> tuple[int, np.ndarray, np.ndarray, str | None]:
-        """The next stretch of a series: start, times, host times, and the error that ended it."""
+        """Times the next iterations; returns start, times, host times, and the error or None."""
         # Mean, not median: a few long samples may take most of the time.
         expected_ns = float(np.mean(durations)) if durations else float(self.iteration_ns)
         count = next_count(len(durations), expected_ns * self.group, seconds_left)
@@ -320,14 +322,17 @@ class WorkloadHandler:
 
 
 def next_count(taken: int, sample_ns: float, seconds_left: float) -> int:
-    """Samples up to the next planned look, limited by the time left and `CHUNK_NS`."""
+    """Number of samples to take next: up to the next in `LOOKS`, `CHUNK_NS` or the time left."""
     target = next((look for look in LOOKS if look > taken), taken + LOOKS[-1])
     affordable = int(min(seconds_left * 1e9, CHUNK_NS) / max(sample_ns, 1.0)) + 1
     return max(1, min(target - taken if taken else FIRST_COUNT, affordable))
 
 
 def is_resolved(durations: list[int], share_spent: float) -> bool:
-    """Whether a steady series has a precise median, and enough samples for p99 or half its time."""
+    """Whether a series may end: it is steady and its median is precise.
+
+    With fewer than `ENOUGH_FOR_P99` samples, half of the sampling time must also have passed.
+    """
     if len(durations) not in LOOKS or (len(durations) < ENOUGH_FOR_P99 and share_spent < 0.5):
         return False
     samples = np.asarray(durations, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Comparing A with B live, in interleaved pairs of blocks. For saved results see `saved`."""
+"""Compares workloads A and B live in interleaved pairs of blocks; for saved results see `saved`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compare(
     """Compares two workloads, or two results saved by `steady measure --json`.
 
     Workloads are timed live; see `compare_live`. Saved results are compared by the medians of their
-    processes, and the other arguments do not apply to them.
+    processes, and all other arguments must keep their defaults.
 
     Args:
         a: a workload, its `(model, inputs)`, or the path of a saved result.
@@ -70,8 +70,9 @@ def compare(
         progress: called with progress messages.
 
     Raises:
-        UsageError: only one of them is saved, a workload fails before anything was timed, a file
-            holds no measurement, the files come from different machines, or an argument is wrong.
+        UsageError: only one of `a` and `b` is saved, a workload fails before anything was timed, a
+            file holds no measurement, the files come from different machines, or an argument is
+            wrong.
     """
     if not isinstance(a, str | Path) and not isinstance(b, str | Path):
         one, other = workload_of(a), workload_of(b)
@@ -110,13 +111,13 @@ def compare_live(
     progress: Callable[[str], None] = lambda message: None,
     on_pair: Callable[[int, int], None] = lambda number, most: None,
 ) -> CompareResult:
-    """Times two workloads against each other in live workers, block by block in random order.
+    """Times two workloads in fresh workers, as pairs of blocks in random order.
 
     Ctrl-C ends the comparison early and keeps the pairs taken so far.
 
-    The budget is divided evenly among the pairs of workers. Each of them takes at least one pair of
-    blocks, even if that exceeds the budget. Verdicts come from the same planned looks with any
-    budget.
+    The budget is divided evenly among the pairs of workers. Each pair of workers takes at least one
+    pair of blocks, even if that exceeds the budget. The budget does not change the numbers of pairs
+    at which a verdict can be reached.
 
     Args:
         a: the first workload.
@@ -172,7 +173,7 @@ def compare_live(
 
 
 def _too_few(processes: int) -> str:
-    """Note that the number of process pairs supports no verdict; "" if it does."""
+    """Returns a note if there are too few pairs of processes for a verdict; else ""."""
     if processes == 1 or processes >= LEAST_PROCESSES:
         return ""
     return (
@@ -182,7 +183,7 @@ def _too_few(processes: int) -> str:
 
 
 def _cut_short(effect: Effect, done: Sequence[_Taken], budget_s: float) -> str:
-    """Note that the budget ended a comparison without a verdict; else ""."""
+    """Returns a note if the budget ended a comparison without a verdict; else ""."""
     cut = [taken for taken in done if taken.cut_short]
     if not cut or effect.verdict != "undecided":
         return ""
@@ -194,7 +195,7 @@ def _cut_short(effect: Effect, done: Sequence[_Taken], budget_s: float) -> str:
 
 
 class _Limit(NamedTuple):
-    """Time for the blocks of one pair of processes, and the callback for each pair of blocks."""
+    """Time limit for one pair of processes, and the callback before each pair of blocks."""
 
     seconds: float
     on_pair: Callable[[int, int], None]
@@ -205,7 +206,7 @@ class _Fails(Exception):  # noqa: N818 - a workload's failure as a message
 
 
 class _Taken(NamedTuple):
-    """Samples of one pair of processes, and the exception or the limit that ended it early."""
+    """Samples of one pair of processes, and the reason if sampling ended early."""
 
     pairs: list[tuple[float, float]]
     ended: _Fails | KeyboardInterrupt | None
@@ -223,9 +224,9 @@ def _one_pair(
     limit: _Limit,
     alone: bool,
 ) -> _Taken:
-    """Takes pairs until a look decides or the time is over.
+    """Times pairs of blocks in two workers until a verdict is reached or the time is up.
 
-    With `alone`, then calls `run_sustained` on CUDA, unless the time is over.
+    With `alone`, also calls `run_sustained` on CUDA, unless the time is up.
     """
     times: tuple[list[float], list[float]] = ([], [])
     workers: list[Worker] = []
@@ -270,7 +271,7 @@ def _one_pair(
 
 
 def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
-    """Calls a worker and names its side if it fails."""
+    """Calls a worker; if the worker fails, raises `_Fails` with the name of the workload."""
     try:
         return ask(*arguments)
     except WorkerFault as fault:
@@ -278,7 +279,7 @@ def _of(side: Contender, ask: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def _combined(done: Sequence[_Taken]) -> Effect:
-    """The effect from one process pair, or from several as replicates."""
+    """Computes the effect from one pair of processes, or from several pairs as replicates."""
     whole = [judge(taken.pairs) for taken in done if taken.ended is None]
     judgements = whole or [judge(taken.pairs) for taken in done]
     pairs = sum(judgement.pairs for judgement in judgements)

@@ -1,4 +1,4 @@
-"""Counting a GPU's clock cycles while the periods of a series are timed."""
+"""Counts a GPU's clock cycles while the periods of a workload's iterations are timed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ short ones the error of an event would distort the samples after a reading."""
 
 @contextmanager
 def counting(sampler: Sampler, device: torch.device, sample_ns: float) -> Iterator[str | None]:
-    """Counts cycles for periods timed within the block; yields why not, or None.
+    """Counts GPU cycles of periods timed in the `with` block; yields None, or why it cannot count.
 
-    Yields None on the CPU too, where there is nothing to count.
+    Also yields None on the CPU, where no cycles are counted.
 
     Args:
         sampler: the sampler that takes the periods.
@@ -60,7 +60,7 @@ def counter_of(device: torch.device) -> CycleCounter | str:
 
 
 def counted_of(sampler: Sampler, count: int) -> tuple[list[float], list[int]]:
-    """Clocks in MHz (NaN if unknown) and preceding gaps in ns of the last `count` periods."""
+    """Returns clock in MHz (NaN if unknown) and preceding gap in ns of the last `count` periods."""
     if not isinstance(sampler, CudaSampler) or not count:
         return [math.nan] * count, [0] * count
     clocks, gaps = sampler.clocks_mhz, sampler.gaps_ns
@@ -71,7 +71,7 @@ def counted_of(sampler: Sampler, count: int) -> tuple[list[float], list[int]]:
 
 
 def noted(recording: Recording, why: str | None) -> Recording:
-    """The recording with the reason why cycles were not counted, if there is one."""
+    """Adds the reason why cycles were not counted to a recording; no change if `why` is None."""
     if why is None:
         return recording
     return msgspec.structs.replace(recording, unknown={**recording.unknown, UNCOUNTED: why})

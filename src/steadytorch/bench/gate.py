@@ -1,4 +1,4 @@
-"""A gate for CI: the working tree against a base revision, each in its own environment."""
+"""Performance gate for CI: compares the working tree with a base revision."""
 
 from __future__ import annotations
 
@@ -79,13 +79,15 @@ def gate(
 ) -> GateResult:
     """Compares workloads of the working tree with those of a base revision.
 
-    Each side is loaded in fresh processes, from its own tree. Blocks of both sides alternate in
-    random order. Further pairs of processes are started until every workload is decided.
+    Each revision is loaded in fresh processes from its own source tree. Blocks of the two revisions
+    alternate in random order. Further pairs of processes are started until every workload is
+    decided.
 
-    The false-verdict probability of 1 % covers all workloads together: each gets an equal share
-    (Bonferroni), which is divided again among the numbers of processes at which it may be judged.
+    The false-verdict probability of 1 % covers all workloads together. Each workload gets an equal
+    share (Bonferroni), divided equally among the process counts at which the workload may be
+    judged.
 
-    Ctrl-C ends the gate early and keeps what was timed so far.
+    Ctrl-C ends the gate early and keeps the samples taken so far.
 
     Args:
         workloads: names or factories, as for `load_workload`, with optional `@TRANSFORM`.
@@ -171,7 +173,7 @@ def _check(
 
 
 def _looks(processes: int) -> tuple[int, ...]:
-    """The planned numbers of processes; the last is the maximum."""
+    """Returns the process counts at which a workload may be judged; the last is the maximum."""
     return (*(look for look in PROCESS_LOOKS if look < processes), processes)
 
 
@@ -185,7 +187,7 @@ def _notes(repository: Repository, changed: int) -> tuple[str, ...]:
 
 
 def _within(name: str, root: Path) -> str:
-    """The name of a workload, with the root of an absolute path inside the tree marked."""
+    """Replaces the repository root in a workload's absolute path by the placeholder `_ROOT`."""
     spec, settings = split(name)
     source, colon, factory = spec.rpartition(":")
     path = Path(source)
@@ -200,7 +202,7 @@ _ROOT = "{root}/"
 
 
 class _Place(NamedTuple):
-    """One side: its name, its tree, and the interpreter that runs it."""
+    """One side of a gate (base or head): its name, source tree and Python interpreter."""
 
     name: str
     tree: Path
@@ -218,7 +220,7 @@ def _places(
     install: bool,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[_Place, _Place]]:
-    """Both sides, with their trees checked out and their environments made."""
+    """Yields base and head, with their trees checked out and their environments made."""
     root = repository.root
     inside = start.relative_to(root)
     with contextlib.ExitStack() as trees:
@@ -249,10 +251,10 @@ def _places(
 
 
 class Ended(Exception):  # noqa: N818 - an outcome, not an error
-    """A workload cannot be judged.
+    """Raised when a workload cannot be judged.
 
     Attributes:
-        status: of its row.
+        status: status of the workload's row.
     """
 
     def __init__(self, status: RowStatus, reason: str) -> None:
@@ -261,7 +263,7 @@ class Ended(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class _Arm:
-    """One workload: its samples so far, and its outcome.
+    """One workload of a gate, with its samples so far and its outcome.
 
     Args:
         given: its name as the user typed it.
@@ -276,11 +278,11 @@ class _Arm:
 
     @property
     def is_live(self) -> bool:
-        """Whether it needs further processes."""
+        """Whether the workload needs further processes."""
         return self.ended is None and not self.is_decided
 
     def look(self, alpha: float, threshold: float) -> None:
-        """Decides, if its processes so far allow it."""
+        """Marks the workload as decided if the processes so far support a verdict."""
         verdict = machine_claim(self._estimates(), alpha=alpha, tie=threshold)
         self.is_decided = _verdict(verdict.low, verdict.high, threshold) != "undecided"
 
@@ -332,7 +334,7 @@ def _verdict(low: float | None, high: float | None, threshold: float) -> str:
 
 
 class Race(NamedTuple):
-    """What all processes of a gate share.
+    """Settings that all processes of a gate share.
 
     Attributes:
         places: base and head.
@@ -351,10 +353,10 @@ class Race(NamedTuple):
     scratch: Path
 
     def take(self, arm: _Arm, number: int, rng: Random) -> None:
-        """Times one fresh pair of processes; a workload that cannot be judged ends the arm.
+        """Times a workload in one fresh pair of processes; sets `arm.ended` if it cannot be judged.
 
-        Pairs that were taken before Ctrl-C or a failure are dropped: an estimate of fewer pairs
-        would weigh as much as the others.
+        Samples of an interrupted or failed pair of processes are discarded, because every pair of
+        processes has the same weight.
         """
         workers: list[Worker] = []
         try:
@@ -378,11 +380,11 @@ class Race(NamedTuple):
             raise Ended("failed", f"the {place.name}'s {python} cannot start: {why}") from error
 
     def _load(self, arm: _Arm, workers: Sequence[Worker]) -> None:
-        """Loads both sides at the same time, since nothing is timed yet.
+        """Loads a workload on base and head at the same time, since nothing is timed yet.
 
         Raises:
             Ended: the workload is missing on a side, or fails there.
-            UsageError: it exists on neither side.
+            UsageError: the workload exists on neither side.
         """
         for place, worker in zip(self.places, workers, strict=True):
             worker.send(
@@ -428,7 +430,7 @@ class Race(NamedTuple):
         return compare(partial(block, 0), partial(block, 1), rng=rng, looks=(pairs,))[1]
 
     def _of(self, i: int, ask: Callable[[], Any]) -> Any:
-        """Asks a side's worker; a fault names the side.
+        """Calls the worker of base or head; an error message names the side at fault.
 
         Raises:
             Ended: the worker failed.
@@ -453,7 +455,7 @@ def _run(
     rng: Random,
     progress: Callable[[str], None],
 ) -> bool:
-    """Takes rounds of processes until all workloads are decided; returns whether interrupted.
+    """Times pairs of processes until all workloads are decided; returns whether interrupted.
 
     Raises:
         KeyboardInterrupt: interrupted before any pair was taken.

@@ -1,4 +1,4 @@
-"""Measuring a workload in fresh processes: warm up, sample without a break, record telemetry."""
+"""Measures a workload in fresh processes: warm-up, uninterrupted sampling and telemetry."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def start(worker: Worker, device: str, candidate: Candidate) -> SetUp:
 def one_process(
     ask: Callable[[str, float], Series], set_up: SetUp, device: str, seconds: float
 ) -> tuple[ProcessMeasurement, str | None, bool]:
-    """Measures in one process; returns the measurement, why it failed, and if it was stopped."""
+    """Measures in one process; returns the measurement, failure or None, and an early-stop flag."""
     on_gpu = device.startswith("cuda")
     period = last = ask("period", seconds * (1.0 - LATENCY_SHARE if on_gpu else 1.0))
     if not period.durations_ns:
@@ -176,7 +176,10 @@ def one_process(
 
 
 def ask_series(worker: Worker, stop: Path, set_up: SetUp, metric: str, seconds: float) -> Series:
-    """Times a series in a worker. Ctrl-C creates the file `stop` and returns a partial series."""
+    """Times a series of iterations in a worker.
+
+    Ctrl-C creates the file `stop` and returns a partial series.
+    """
     worker.send("series", metric=metric, seconds=seconds)
     try:
         reply = worker.receive(60.0 + 20.0 * (seconds + set_up.warm_up.iteration_ns * 1e-9))
@@ -205,7 +208,7 @@ def _broken_off(worker: Worker, fault: WorkerFault, device: str) -> tuple[Proces
 def _left_behind(
     directory: Path, set_up: SetUp, fault: WorkerFault, device: str
 ) -> tuple[ProcessMeasurement, str]:
-    """Recovers the samples of a process that died while its period was timed.
+    """Recovers the samples of a process that died during the timing of periods.
 
     Raises:
         WorkerFault: there are none.
@@ -221,7 +224,7 @@ def _left_behind(
 def _unrecorded(
     durations_ns: list[int], metric: str, set_up: SetUp, device: str
 ) -> ProcessMeasurement:
-    """A measurement from samples without a recording."""
+    """Makes a measurement from samples that have no telemetry."""
     nothing = Recording(device=device.partition(":")[0], interval_ns=0)
     return ProcessMeasurement(
         period=summarize(durations_ns, metric),
@@ -238,7 +241,7 @@ def _unrecorded(
 def host_block(
     enqueue_ns: np.floating, overhead_ns: float | None, recording: Recording
 ) -> HostBlock:
-    """The host during a recording, with the time to enqueue an iteration and the probe's cost."""
+    """Summarises a recording's host counters, the enqueue time and the probe's overhead."""
 
     def rise(column: tuple[int, ...] | None) -> int | None:
         return column[-1] - column[0] if column else None

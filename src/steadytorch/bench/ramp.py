@@ -1,4 +1,4 @@
-"""Number of iterations to discard after each switch between workers, while they ramp up."""
+"""Number of ramp-up iterations to discard after each switch between workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ first after a switch took 0.3 % less than those after it (quartiles 2.3 % less, 
 
 
 def ramp(iteration_ns: float) -> int:
-    """Number of iterations to discard; none of long ones.
+    """Number of iterations to discard; 0 if an iteration takes `LONG_NS` or more.
 
     Args:
         iteration_ns: expected time of one iteration.

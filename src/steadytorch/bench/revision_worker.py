@@ -1,4 +1,4 @@
-"""The worker handler that loads a workload by name, within a revision's own environment."""
+"""Worker handler that loads a workload by name in a revision's own environment."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Loaded(NamedTuple):
 
 
 class RevisionHandler(WorkloadHandler):
-    """Times a workload of the revision in whose environment it runs."""
+    """Worker handler that times a workload of one revision in that revision's environment."""
 
     def load_named(
         self, workload: str, device: str, shape: dict[str, Any], own: str, foreign: str | None
     ) -> tuple[str, str]:
         """Loads a workload onto the device; returns `Loaded`.
 
-        The process-wide settings are PyTorch's own and those that the revision's code makes.
+        Process-wide settings are PyTorch's defaults, as changed by the revision's code.
 
         Args:
             workload: name or factory, with optional `@TRANSFORM+TRANSFORM`.
@@ -67,7 +67,7 @@ class RevisionHandler(WorkloadHandler):
 
     @own_errors()
     def set_up_named(self) -> dict[str, Any]:
-        """Applies the transforms of the name and warms up; returns a `SetUp`."""
+        """Applies the transforms in the workload's name and warms up; returns a `SetUp`."""
         return self.set_up(msgspec.to_builtins(self._candidate))
 
 
@@ -79,7 +79,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def _strays(tree: Path, own: Path) -> list[str]:
-    """Names of imported modules whose file lies in a tree, installed packages excluded.
+    """Returns names of modules imported from a foreign source tree, except installed packages.
 
     Args:
         tree: the foreign tree.

@@ -1,4 +1,4 @@
-"""Reading saved results, validated on read, and comparing saved measurements."""
+"""Reads, validates and compares measurements saved as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SavedMeasure(msgspec.Struct, frozen=True):
 
 
 def read_measure(path: Path) -> SavedMeasure:
-    """Reads what `steady measure --json` wrote.
+    """Reads a result that `steady measure --json` saved.
 
     Raises:
         UsageError: the file is missing, not JSON, or of another kind or schema.
@@ -81,8 +81,8 @@ def compare_saved(
 ) -> CompareResult:
     """Compares two saved measurements by the medians of their processes.
 
-    Processes are the unit of replication. With fewer than three on a side there is no verdict,
-    because variation between processes cannot be estimated.
+    Processes are the unit of replication. With fewer than three processes on a side there is no
+    verdict, because variation between processes cannot be estimated.
 
     Args:
         a: name and median of each process in ns.
@@ -119,7 +119,7 @@ def compare_saved(
 
 
 def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of mean(b) - mean(a) for groups of unequal variance (Welch, 1947).
+    """Confidence interval of mean(b) - mean(a) for groups of unequal variance (Welch, 1947).
 
     Args:
         a: shape (n,), n >= 2.
@@ -134,7 +134,7 @@ def welch_interval(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[flo
 
 
 def _welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """mean(b) - mean(a), its standard error and the degrees of freedom."""
+    """Returns mean(b) - mean(a), its standard error and Welch's degrees of freedom."""
     errors = [float(np.var(values, ddof=1)) / len(values) for values in (a, b)]
     parts = errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1)
     freedom = sum(errors) ** 2 / parts if parts else float(len(a) + len(b) - 2)

@@ -1,4 +1,4 @@
-"""A worker's samples with the telemetry recorded meanwhile."""
+"""A worker's timing samples, with the telemetry recorded during sampling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Series(msgspec.Struct, frozen=True):
     gaps_ns: list[int] | None = None
 
     def starts_ns(self) -> np.ndarray:
-        """When each sample began, on the host's clock, shape (samples,)."""
+        """Start times of the samples in ns on the host's clock, shape (samples,)."""
         durations = np.asarray(self.durations_ns, dtype=np.int64) * self.group
         starts, first = np.empty_like(durations), 0
         for at_ns, count in self.stretches:

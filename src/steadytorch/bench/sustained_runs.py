@@ -1,7 +1,7 @@
 """Sustained runs of each side of a comparison, for GPUs that reach their power limit.
 
-Short alternating blocks share one clock, set by the mean power draw of both sides. Run alone, each
-side settles at its own clock, which pairs cannot show.
+Short alternating blocks share one GPU clock, set by the mean power draw of both sides. If a side
+runs alone, the GPU settles at that side's own clock, which alternating blocks cannot show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Series of saved results over commits, and the changes in them."""
+"""Detects changes of level in series of saved results over commits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_FILES = 100_000
 
 
 class _Key(NamedTuple):
-    """What the points of one series have in common."""
+    """Properties that all points of one series share."""
 
     workload: str
     machine: str
@@ -31,7 +31,7 @@ class _Key(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """A point, and its time over a base if it comes from a gate."""
+    """A point of a series, with its ratio to the base revision if it comes from a gate."""
 
     point: TrackPoint
     base: str = ""
@@ -41,9 +41,10 @@ class _Taken(NamedTuple):
 def track(paths: Sequence[str | Path]) -> TrackResult:
     """Finds changes of level in results of `steady gate --json` and `steady measure --json`.
 
-    Results are ordered by the time at which they were written. Those of one workload on one kind of
-    machine make a series. Gates against one base revision give times over those of the base, which
-    cancels what the machine does; gates against several give the times of the head.
+    Results are ordered by the time at which they were written. Results of one workload on one kind
+    of machine form a series. A series of gates against one base revision holds ratios to the base,
+    which cancels machine drift. A series of gates against several base revisions holds the times of
+    the head.
 
     Args:
         paths: files, and folders whose `*.json` files are read.
@@ -58,7 +59,7 @@ def track(paths: Sequence[str | Path]) -> TrackResult:
 
 
 def track_files(paths: Sequence[str | Path]) -> tuple[TrackResult, DeviceFacts]:
-    """As `track`, with the machine of the newest result.
+    """Does what `track` does, and also returns the machine of the newest result.
 
     Raises:
         UsageError: a file cannot be read or has another kind, or there is no result at all.
@@ -86,7 +87,7 @@ def track_files(paths: Sequence[str | Path]) -> tuple[TrackResult, DeviceFacts]:
 
 
 def _files(paths: Sequence[str | Path]) -> list[tuple[Path, bool]]:
-    """All files without repetition, and whether each was found in a folder."""
+    """Lists all files without duplicates, and whether each was found in a folder."""
     found: dict[Path, bool] = {}
     for path in map(Path, paths):
         listed = sorted(path.glob("*.json")) if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""The command line: one file per command, imported on use."""
+"""Command line `steady`: one module per command, imported on first use."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that lists its commands without importing them, so that `--help` is fast."""
+    """A click group that lists its commands without importing them, so that `--help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands, in the order in which a new user needs them."""
+        """Returns the names of the commands, in the order in which a new user needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -88,13 +88,19 @@ def _show(error: click.ClickException) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and exits with its code. Expected errors print one line."""
+    """Runs the command line and exits with its code.
+
+    Usage errors and `SteadyError` print one line instead of a traceback.
+    """
     with ended_once(), printable_anywhere():
         _main(arguments)
 
 
 class _Terminated(BaseException):
-    """Ended by SIGTERM or SIGHUP. Not a SystemExit, which a workload may raise."""
+    """Raised on SIGTERM or SIGHUP.
+
+    `_Terminated` is not a SystemExit, because a workload may raise SystemExit.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -105,8 +111,9 @@ class _Terminated(BaseException):
 def ended_once() -> Iterator[None]:
     """Lets the first Ctrl-C, SIGTERM or SIGHUP end the command, and ignores later ones.
 
-    A signal waits while an extension module is initialised: Cython discards exceptions raised then.
-    Signals that were ignored before stay ignored, for `nohup`.
+    A signal is deferred while an extension module is initialised, because Cython discards
+    exceptions raised during initialisation. Signals that are already ignored on entry stay ignored,
+    as `nohup` requires.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -145,7 +152,7 @@ def _initialises_extension(frame: FrameType | None) -> bool:
 
 
 def _drop_terminal() -> None:
-    """Discards output if its terminal is gone, where writing raises."""
+    """Redirects output to /dev/null if its terminal is gone, because writing would raise."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)

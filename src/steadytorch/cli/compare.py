@@ -1,4 +1,4 @@
-"""`steady compare`: a verdict between two workloads, settings or saved results."""
+"""`steady compare`: compare two workloads, settings or saved results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
 
 
 def _refuse_live_options() -> None:
-    """Refuses options that saved results would ignore."""
+    """Raises a usage error for options that apply to live comparisons only."""
     context = click.get_current_context()
     for name in ("metric", "processes", "budget", "batch", "inputs", "train", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -142,7 +142,10 @@ def _gate(result: CompareResult, fail_slower: float) -> str:
 
 
 def _replicates(asked: int | None, fail_slower: float | None) -> int:
-    """The number of processes. A gate needs replicates: equal programs differ by percents."""
+    """Returns the number of pairs of processes.
+
+    `--fail-slower` needs several pairs, because processes of one program differ by percents.
+    """
     if fail_slower is None:
         return asked or 1
     if asked is not None and asked < LEAST_PROCESSES:

@@ -1,4 +1,4 @@
-"""Shell completion of workloads and plan ids, without PyTorch."""
+"""Shell completion of workloads and plan ids, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from click.shell_completion import CompletionItem
 def workloads(
     ctx: click.Context, parameter: click.Parameter, incomplete: str, *endings: str
 ) -> list[CompletionItem]:
-    """Bundled workloads, files of factories, and folders.
+    """Completes the names of bundled workloads, Python files and folders.
 
     Args:
         ctx: the command so far.
         parameter: the argument or option to complete.
-        incomplete: its text so far.
+        incomplete: the text of the parameter so far.
         endings: endings of files that are offered beside `.py`.
     """
     from steadytorch.workload.bundled import names
@@ -33,14 +33,14 @@ def workloads(
 def workloads_or_results(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """What `workloads` offers, and JSON files: saved results and traces."""
+    """Completes workloads as `workloads` does, and JSON files: saved results and traces."""
     return workloads(ctx, parameter, incomplete, ".json", ".json.gz")
 
 
 def plan_ids(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Ids of the plans in the store of `--store`, with their workloads."""
+    """Completes the ids of plans in the store given by `--store`; the help names the workload."""
     from steadytorch.plan.record import PlanRecord
     from steadytorch.plan.store import Store
 
@@ -53,7 +53,7 @@ def plan_ids(
 
 
 def _entries(incomplete: str, endings: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Files with one of these suffixes, and folders; only those whose path starts so."""
+    """Lists files with one of the `endings`, and folders, whose path starts with `incomplete`."""
     head, start = os.path.split(incomplete)
     try:
         entries = sorted(Path(head or ".").expanduser().iterdir())

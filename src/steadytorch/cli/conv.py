@@ -1,4 +1,4 @@
-"""`steady conv`: the cuDNN engine of each convolution."""
+"""`steady conv`: choose the cuDNN engine of each convolution by measurement."""
 
 from __future__ import annotations
 

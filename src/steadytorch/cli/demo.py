@@ -57,13 +57,13 @@ def demo(
 
 
 def introduce(console: Console) -> None:
-    """Announces the workload and the profiling."""
+    """Prints the workload and announces the profiling."""
     console.print(f"{_MODEL}, batch {_BATCH}, random weights", style="bold")
     console.print(f"1. Where does its time go? Profiling for about {_EXPLAIN}.")
 
 
 def show_explanation(console: Console, found: Explanation, everything: bool) -> None:
-    """Prints the explanation, in brief unless all of it was asked for."""
+    """Prints the explanation, in full if `everything`, else in brief."""
     from steadytorch.report.explain import render_brief, render_explain
 
     if everything:
@@ -80,7 +80,7 @@ def announce_search(console: Console, budget: str) -> None:
 
 
 def suggest(console: Console, device: str, store: Path | None) -> None:
-    """Prints the command that replays the plan."""
+    """Prints the `steady tune` command that replays the plan."""
     from rich.text import Text
 
     on = "" if device == "auto" else f" --device {device}"

@@ -1,4 +1,4 @@
-"""`steady doctor`: a check-up of the machine."""
+"""`steady doctor`: show the machine, its noise floor and its limits."""
 
 from __future__ import annotations
 

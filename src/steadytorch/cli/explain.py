@@ -1,4 +1,4 @@
-"""`steady explain`: where time and variability go, and the fix."""
+"""`steady explain`: find where time and variability go, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _compare(
 
 
 def is_trace(subject: str) -> bool:
-    """Whether a subject is a trace file, by its ending, which no workload has."""
+    """Whether `subject` is a trace file rather than a workload, judged by the file ending."""
     return subject.endswith(TRACES)
 
 
@@ -141,7 +141,7 @@ def _run(
 
 
 def _refuse_run_options() -> None:
-    """Refuses options that a trace file would ignore."""
+    """Raises a usage error for options that do not apply to trace files."""
     context = click.get_current_context()
     for name in ("batch", "inputs", "device", "train", "seed", "budget", "steps", "pause"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

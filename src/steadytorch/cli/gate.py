@@ -1,4 +1,4 @@
-"""`steady gate`: the working tree against a base revision, for CI."""
+"""`steady gate`: compare the working tree with a base revision, for CI."""
 
 from __future__ import annotations
 

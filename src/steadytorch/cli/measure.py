@@ -1,4 +1,4 @@
-"""`steady measure`: how fast and how steady a workload runs."""
+"""`steady measure`: measure how fast and how steady a workload runs."""
 
 from __future__ import annotations
 

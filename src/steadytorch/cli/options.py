@@ -1,4 +1,4 @@
-"""Options that several commands share, and the objects that they resolve to."""
+"""Options that several commands share, and helpers to load workloads and write files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _KEPT = "steadytorch.standard_output"
 def check_writable(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Refuses an unwritable file at once rather than after minutes of work.
+    """Raises a usage error if an output file is not writable, before minutes of work.
 
-    For `-` it reserves standard output for the document; everything else goes to standard error.
+    If `path` is `-`, standard output is reserved for the document, and all other output goes to
+    standard error.
     """
     if path is None or ctx.resilient_parsing:
         return path
@@ -65,7 +66,7 @@ def _keep_standard_output(ctx: click.Context, option: str) -> None:
 
 @contextlib.contextmanager
 def _all_on_standard_error(kept: int) -> Iterator[None]:
-    """Redirects the descriptor as well, since libraries write to it directly."""
+    """Redirects `sys.stdout` and descriptor 1 (used directly by libraries) to standard error."""
     if sys.stdout is not None:
         sys.stdout.flush()
     os.dup2(2, 1)
@@ -78,7 +79,7 @@ def _all_on_standard_error(kept: int) -> Iterator[None]:
 
 
 def fraction(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """A percentage such as `2%` as a fraction; None if not given."""
+    """Parses a percentage such as `2%` as a fraction; None if the option is not given."""
     if text is None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text)
@@ -118,7 +119,7 @@ metric = click.option(
 
 
 def budget(what: str, default: str | None = None) -> Callable[[Command], Command]:
-    """The option `--budget`.
+    """Makes the option `--budget`.
 
     Args:
         what: what the time is for; begins the help.
@@ -143,7 +144,7 @@ store = click.option(
 
 
 def repeated(store: Path | None) -> str:
-    """The option `--store` for a suggested command; empty for the default store."""
+    """Returns the option `--store` for a suggested command; empty for the default store."""
     import shlex
 
     from steadytorch.report.text import plain
@@ -152,7 +153,7 @@ def repeated(store: Path | None) -> str:
 
 
 def shaping(command: Command) -> Command:
-    """The options that shape a workload."""
+    """Adds the options that shape a workload, such as `--batch` and `--input`."""
     for decorate in (
         click.option("--seed", default=0, show_default=True, help="Seed of weights and inputs."),
         click.option("--train", is_flag=True, help="Run a training step instead of inference."),
@@ -171,13 +172,13 @@ def shaping(command: Command) -> Command:
 
 
 def workload(command: Command) -> Command:
-    """The argument WORKLOAD and the options that shape it."""
+    """Adds the argument WORKLOAD, and the options that shape the workload."""
     argument = click.argument("workload", metavar="WORKLOAD", shell_complete=completion.workloads)
     return argument(shaping(command))
 
 
 def refuse_without(ctx: click.Context, needed: str, names: Sequence[str]) -> None:
-    """Raises a usage error if the user gave one of these parameters without the needed option."""
+    """Raises a usage error if one of the parameters `names`, which need `needed`, was given."""
     for each in ctx.command.params:
         if (
             each.name in names
@@ -189,7 +190,7 @@ def refuse_without(ctx: click.Context, needed: str, names: Sequence[str]) -> Non
 def load(
     spec: str, *, batch: int | None, inputs: tuple[str, ...], train: bool, seed: int
 ) -> Workload:
-    """Loads a workload on the CPU; workers move their copies to the device."""
+    """Loads a workload on the CPU; worker processes move their copies to the device."""
     from steadytorch.workload.loading import load_workload
 
     return load_workload(spec, batch=batch, inputs=inputs, device="cpu", train=train, seed=seed)
@@ -198,18 +199,18 @@ def load(
 def load_with_transforms(
     name: str, facts: DeviceFacts, *, quiet: bool = False, **shape: Any
 ) -> tuple[Workload, Candidate]:
-    """Loads the workload and the candidate of `WORKLOAD@TRANSFORM+TRANSFORM`.
+    """Loads the workload and parses the transforms of `WORKLOAD@TRANSFORM+TRANSFORM`.
 
-    Prints a note for each transform that a search would skip here.
+    Prints a note for each transform that a search would skip on this device.
 
     Args:
-        name: as the user typed it.
-        facts: of the device to run on.
+        name: the workload and its transforms, as the user typed them.
+        facts: facts about the device to run on.
         quiet: whether to omit the notes.
-        shape: as for `load`.
+        shape: keyword arguments of `load`.
 
     Raises:
-        UsageError: a transform or its setting is unknown, or they cannot be combined.
+        UsageError: a transform or its setting is unknown, or the transforms cannot be combined.
         UnsupportedError: a transform is for another device.
     """
     from steadytorch import transforms
@@ -235,7 +236,7 @@ def load_with_transforms(
 
 
 def teller(console: Console) -> Callable[[str], None]:
-    """A function that prints progress messages."""
+    """Returns a function that prints progress messages."""
 
     def tell(message: str) -> None:
         console.print(message, style="dim", markup=False, emoji=False)
@@ -244,15 +245,15 @@ def teller(console: Console) -> Callable[[str], None]:
 
 
 def silent(message: str) -> None:
-    """Prints nothing: takes the place of a `teller`."""
+    """Discards a progress message; used in place of the function that `teller` returns."""
 
 
 def console(quiet: bool) -> Console:
-    """Makes a command's console. Without a terminal, output is plain and 80 columns wide."""
+    """Makes a command's Rich console. Without a terminal, output is plain and 80 columns wide."""
     from rich.console import Console
 
     class Patient(Console):
-        """A console that survives a closed pipe, since files must still be written."""
+        """A console that survives a closed pipe, so that output files are still written."""
 
         def on_broken_pipe(self) -> None:
             self.quiet = True
@@ -267,7 +268,7 @@ def console(quiet: bool) -> Console:
 
 
 def write_json(path: Path | None, document: bytes) -> None:
-    """Writes the file of `--json`, if the user asked for one.
+    """Writes the JSON document to the file given by `--json`; does nothing if `path` is None.
 
     Raises:
         UsageError: the file cannot be written.
@@ -276,7 +277,7 @@ def write_json(path: Path | None, document: bytes) -> None:
 
 
 def write(option: str, path: Path | None, content: bytes) -> None:
-    """Writes the file of an option, if the user asked for one.
+    """Writes `content` to the file given by an option; does nothing if `path` is None.
 
     Raises:
         UsageError: the file cannot be written.
@@ -302,7 +303,7 @@ def _write_kept(content: bytes) -> None:
 
 @contextlib.contextmanager
 def file_for(option: str, path: Path) -> Iterator[Path]:
-    """Yields the file to write for an option; for `-`, one that is copied to standard output."""
+    """Yields the file to write; for `-`, a temporary file that is copied to standard output."""
     if path != STANDARD_OUTPUT:
         yield path
         return

@@ -1,4 +1,4 @@
-"""`steady plans`: the plan store."""
+"""`steady plans`: list, show, verify, exchange and remove stored plans."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def verify(
 def _run_all(
     console: Console, opened: Store, run: Callable[[Plan], Reverified]
 ) -> Iterator[Reverified]:
-    """Yields results one by one; prints and skips plans that cannot be verified here."""
+    """Verifies all stored plans and yields the results; reports plans that cannot run here."""
     from steadytorch.report.plans import render_passed_over
     from steadytorch.serve.plan import Plan
 
@@ -241,7 +241,7 @@ def _run_all(
 
 
 def _leave(console: Console, results: Iterable[Reverified]) -> None:
-    """Prints results as they come, and exits with 1 if any failed."""
+    """Prints verification results as they arrive, and exits with 1 if any plan failed."""
     from steadytorch.report.plans import render_reverified
     from steadytorch.report.text import plain
 
@@ -257,7 +257,7 @@ def _leave(console: Console, results: Iterable[Reverified]) -> None:
 
 
 def _open(store: Path | None) -> Store:
-    """Opens the local store, without the second one."""
+    """Opens the local plan store without `STEADYTORCH_SECOND_STORE`."""
     from steadytorch.plan.store import Store
 
     return Store(store, second="")

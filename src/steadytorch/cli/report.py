@@ -1,4 +1,4 @@
-"""`steady report`: saved results as an HTML page."""
+"""`steady report`: turn saved results into an HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadytorch.cli import options
 def _kept_for_page(
     ctx: click.Context, parameter: click.Parameter, path: Path | None
 ) -> Path | None:
-    """Checks that a page may go to standard output; `report.files` checks files as it writes."""
+    """Reserves standard output for the page if `path` is `-`; other paths are checked on write."""
     return options.check_writable(ctx, parameter, path) if path == options.STANDARD_OUTPUT else path
 
 

@@ -1,4 +1,4 @@
-"""`steady run`: an unmodified script, and where its time and variability went."""
+"""`steady run`: run an unmodified script and show where its time and variability went."""
 
 from __future__ import annotations
 

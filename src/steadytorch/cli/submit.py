@@ -1,4 +1,4 @@
-"""`steady tune --list FILE --submit N`: workers of a sweep as SLURM jobs, through submitit."""
+"""`steady tune --list FILE --submit N`: start workers of a sweep as SLURM jobs by submitit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SPARE_MIN = 30
 
 
 def submit(ctx: click.Context, shared: SweepFolder) -> None:
-    """Submits the workers as one job array, and prints how to follow them.
+    """Submits a sweep's workers as one SLURM job array, and prints the job ids.
 
-    Without SLURM, submitit starts them as processes of this machine.
+    Without SLURM, submitit starts the workers as processes on this machine.
 
     Args:
-        ctx: of `steady tune`, with `--submit`.
+        ctx: context of `steady tune`, with `--submit`.
         shared: the folder of the sweep; logs of the jobs go to its folder `jobs`.
 
     Raises:
@@ -63,7 +63,7 @@ def submit(ctx: click.Context, shared: SweepFolder) -> None:
 
 
 def worker_command(ctx: click.Context) -> list[str]:
-    """The command of one worker: what the user typed, without the options of the submission."""
+    """Returns the command of one worker: the user's command without the submission options."""
     words = [sys.executable, "-m", "steadytorch", "tune"]
     for each in ctx.command.params:
         name = each.name or ""
@@ -80,7 +80,7 @@ def worker_command(ctx: click.Context) -> list[str]:
 
 
 def _minutes(shared: SweepFolder, count: int) -> int:
-    """Time limit of a job: twice its share of the budgets, and some to start."""
+    """Returns a job's time limit: twice its share of the budgets, plus `_SPARE_MIN` to start."""
     from steadytorch.quantities import parse_duration
 
     total_s = sum(parse_duration(item.options["budget"]) for item in shared.items)

@@ -1,4 +1,4 @@
-"""`steady tune --list`: the workloads of a list, shared by any number of processes."""
+"""`steady tune --list`: tune the workloads of a list, shared by any number of processes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ OF_A_LINE = (
 )
 """Parameters of `steady tune` that a line may have. Given beside `--list`, they are defaults."""
 HANDLER = "steadytorch.tune.sweep_worker:SweepHandler"
-"""Import path of what tunes a workload in a process of its own."""
+"""Import path of the worker handler that tunes a workload."""
 _NOT_IN_RESULT = ("budget", "bundle", "device")
-"""Those that do not distinguish workloads. A device in the line itself does."""
+"""Parameters that do not change a line's identity, except a device given in the line itself."""
 _MOST_BYTES = 16 << 20
 _SHAPE = ("batch", "inputs", "train", "seed")
 _GRACE_S = 1200.0
@@ -44,11 +44,11 @@ _START_S = 600.0
 
 
 def read_items(path: Path, ctx: click.Context) -> list[Item]:
-    """Reads a list: a WORKLOAD with options per line, `#` starts a comment.
+    """Reads a list file: one WORKLOAD with options per line; `#` starts a comment.
 
     Args:
         path: the list.
-        ctx: of `steady tune`; its options are the defaults.
+        ctx: context of `steady tune`, whose options are the defaults.
 
     Returns:
         The items in order. Lines that mean the same workload make one item.
@@ -121,7 +121,7 @@ def _parsed(command: click.Command, words: list[str], given: Mapping[str, Any]) 
 
 
 def _identity(parsed: click.Context) -> str:
-    """Digest of all that makes the result of a line, apart from the machine."""
+    """Digest of everything that determines the result of a line, except the machine."""
     params = parsed.params
     made_of: dict[str, Any] = {k: v for k, v in params.items() if k not in _NOT_IN_RESULT}
     if parsed.get_parameter_source("device") == ParameterSource.COMMANDLINE:
@@ -137,12 +137,12 @@ def _identity(parsed: click.Context) -> str:
 
 
 def sweep(ctx: click.Context) -> None:
-    """Works on a list until every workload has a result, prints the table, and exits.
+    """Tunes the workloads of a list until each has a result, prints the table, and exits.
 
-    With `--status` it only prints the table; with `--submit` it starts jobs that do the work.
+    With `--status`, only prints the table; with `--submit`, starts jobs that tune the workloads.
 
     Args:
-        ctx: of `steady tune`.
+        ctx: context of `steady tune`.
 
     Raises:
         UsageError: the list, an option or the folder is wrong.
@@ -192,7 +192,7 @@ def _check_options(ctx: click.Context) -> None:
 
 
 def _folder_of(path: Path, folder: Path | None) -> Path:
-    """The shared folder: the given one, else the list's name with `.sweep` after it."""
+    """Returns the sweep's shared folder: `folder`, or by default the list's path plus `.sweep`."""
     return (path.with_name(f"{path.name}.sweep") if folder is None else folder).resolve()
 
 
@@ -235,10 +235,10 @@ def _work(ctx: click.Context, shared: SweepFolder, order: list[Item]) -> None:
 
 
 def runner(store: Path | None, mode: str, device: str, worker: str) -> Callable[[Item], SweepRow]:
-    """Makes the function that tunes an item in a process of its own.
+    """Returns a function that tunes one item of a list in a fresh process.
 
-    A fault of the workload makes a row. The function raises `UnsupportedError` if this machine
-    cannot tune or store anything, so that it does not fail the whole list.
+    If a workload fails, the function returns a row with status `failed`. If this machine cannot
+    tune or store anything, the function raises `UnsupportedError` instead of failing every item.
 
     Args:
         store: folder of the plan store; None for the default one.

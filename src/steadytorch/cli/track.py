@@ -1,4 +1,4 @@
-"""`steady track`: a series of results over commits."""
+"""`steady track`: find changes of level in results over commits."""
 
 from __future__ import annotations
 

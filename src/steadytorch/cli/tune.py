@@ -191,13 +191,13 @@ def run(
     everything: bool = False,
     brief: bool = False,
 ) -> Any:
-    """Replays or searches, prints the result and writes the JSON.
+    """Replays a stored plan or searches for one, prints the result and writes the JSON.
 
     Args:
         session: the workload and its options.
         mode: `replay`, `tune` or `strict`.
         console: where to print.
-        json_path: the file for the JSON, if one was asked for.
+        json_path: the file for the JSON; None to write none.
         store: the option `--store`, for the suggested command.
         everything: print all candidates instead of the summary.
         brief: print no line per candidate while the search runs.

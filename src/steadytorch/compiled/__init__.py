@@ -1,1 +1,1 @@
-"""Code compiled ahead of time: packages, bundles and how `compile` takes them."""
+"""Compiled code, converted models and compiler choices, stored with a plan for later processes."""

@@ -1,7 +1,7 @@
 """AOTInductor packages: a model compiled ahead of time for one signature, weights included.
 
-A package is machine code with the weights frozen in. PyTorch does not check a package's arguments,
-so `Package` does, and passes calls of another signature to `torch.compile`.
+A package is machine code with the weights frozen in. PyTorch does not check a package's arguments.
+`Package` checks the arguments, and passes calls with another signature to `torch.compile`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def make(
     options: Mapping[str, Any],
     path: Path,
 ) -> None:
-    """Compile a model ahead of time, for inference with arguments of this signature.
+    """Compile a model ahead of time with AOTInductor, for inference on arguments like `args`.
 
     Args:
         model: a module or another callable.
         args: positional arguments of an example call.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the example call.
         options: Inductor options.
         path: the file to write; PyTorch requires the suffix `.pt2`.
 
@@ -93,7 +93,7 @@ class _Callable(nn.Module):
 
 
 def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort keyword arguments by name, as in signatures and packages."""
+    """Sort keyword arguments by name, which is their order in signatures and packages."""
     return {name: kwargs[name] for name in sorted(kwargs)}
 
 
@@ -107,9 +107,9 @@ class _Layout(NamedTuple):
 
 
 class Package:
-    """Runs a package for calls of its signature, and `torch.compile` for all others.
+    """Runs an AOTInductor package for calls of its signature, and `torch.compile` for others.
 
-    After a failed call, `torch.compile` serves every call.
+    After the package has failed once, `torch.compile` serves every call.
 
     Args:
         path: the file.
@@ -140,10 +140,10 @@ class Package:
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the package or the fallback.
+        """Call the package, or the callable from `torch.compile` if the package does not fit.
 
         Raises:
-            Exception: any exception of the fallback.
+            Exception: any exception of the compiled callable.
         """
         run, tensors = self._run, self._fitting(args, kwargs)
         if run is None or tensors is None:
@@ -157,7 +157,7 @@ class Package:
         return pytree.tree_unflatten(found, self._returned)
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """Return the tensors of a call in the package's order; None for another signature."""
+        """Return a call's tensors in the package's order; None if the signature differs."""
         if self._takes_one and len(args) == 1 and not kwargs:
             found = [args[0]]
         else:
@@ -210,7 +210,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 class _Loader:
-    """PyTorch's own package loader; it also supports operators registered in Python."""
+    """Runs a package by PyTorch's own loader, which supports operators registered in Python."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         self._device, self._lock = device, Lock()

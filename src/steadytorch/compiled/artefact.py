@@ -1,11 +1,11 @@
-"""Artefacts: converted models kept beside a plan, so that a later process need not convert.
+"""Artefacts: converted models stored beside a plan, so that later processes skip conversion.
 
 Unlike a bundle, an artefact is data only: a model in a format that an engine reads (OpenVINO's IR,
-ONNX). Reading one runs no code of its own, so plans use it without being asked. Its weights are
-those of the model it was made from, so it is used only for equal weights, attributes and sources,
-the same inputs, and the same versions of the libraries.
+ONNX). Reading an artefact runs no code from the file, so plans use artefacts by default. An
+artefact contains the model's weights. An artefact is used only if weights, attributes, sources,
+inputs and library versions all match.
 
-An artefact is one file: a line of JSON with its header, then its parts one after the other.
+An artefact is one file: a JSON header line, then the parts of the converted model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         contents: digest of the untouched model; see `model_digest.digest`.
-        engine: name of the transform that made it, or of what several transforms share.
+        engine: name of the transform that made the artefact, or of a conversion that several
+            transforms share.
         libraries: versions of PyTorch and of the engine's libraries.
         parts: size of each part in bytes, in order.
         schema: `SCHEMA`.
@@ -80,11 +81,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shelf(NamedTuple):
-    """A place for artefacts.
+    """Location where artefacts are looked up, and stored if it is writable.
 
     Attributes:
         path_of: the file for an engine's artefact; None if it has none.
-        is_writable: whether new artefacts are put there.
+        is_writable: whether new artefacts are stored there.
     """
 
     path_of: Callable[[str], Path | None]
@@ -100,7 +101,7 @@ _SHELF: ContextVar[Shelf | None] = ContextVar("steadytorch_shelf", default=None)
 
 @contextmanager
 def supplied(shelf: Shelf | None) -> Iterator[None]:
-    """Make transforms applied on this thread look for artefacts on a shelf."""
+    """Make transforms applied on this thread look for artefacts in `shelf`."""
     before = _SHELF.set(shelf)
     try:
         yield
@@ -109,7 +110,7 @@ def supplied(shelf: Shelf | None) -> Iterator[None]:
 
 
 def beside(plan_path: str | None) -> Shelf | None:
-    """Where the artefact of a stored plan is looked for; None for a plan in memory only."""
+    """Location of the artefact of a stored plan; None for a plan in memory only."""
     if plan_path is None:
         return None
     path = Path(plan_path).with_suffix(SUFFIX)
@@ -117,12 +118,12 @@ def beside(plan_path: str | None) -> Shelf | None:
 
 
 def within(folder: Path) -> Shelf:
-    """A shelf for one search: the candidates of one workload share their conversions."""
+    """Location of one search's artefacts, so that candidates share converted models."""
     return Shelf(lambda engine: folder / f"{engine}{SUFFIX}", is_writable=True)
 
 
 class Held:
-    """An artefact of a search whose folder may be gone when the plan is stored.
+    """An opened artefact, which stays readable after the folder of the search is deleted.
 
     Args:
         path: the artefact.
@@ -147,7 +148,7 @@ class Held:
 
 
 def held(folder: Path, names: Sequence[str]) -> Held | None:
-    """The artefact of a search's winner; None if it has none.
+    """Opens the artefact of a search's winning candidate; None without an artefact.
 
     Args:
         folder: the folder given to `within`.
@@ -160,7 +161,7 @@ def held(folder: Path, names: Sequence[str]) -> Held | None:
 
 
 def lend(plan_path: str | None, folder: Path, names: Sequence[str]) -> None:
-    """Copies a stored plan's artefact, if it has one, to where `within` finds it.
+    """Copies a stored plan's artefact, if it has one, into the folder of a search.
 
     Args:
         plan_path: the plan's file; None for a plan in memory only.
@@ -182,18 +183,19 @@ def obtain(
     *,
     calibrated: bool = False,
 ) -> Parts:
-    """Returns the converted model: from the shelf in force if one fits, else made now.
+    """Returns the converted model from an artefact that matches, or else converts the model.
 
     Args:
-        engine: name of the artefact: as a rule that of the transform.
+        engine: name of the artefact, usually that of the transform.
         libraries: versions of the libraries that read and write the artefact.
         workload: the untouched workload.
         make: converts the model.
-        calibrated: whether the result depends on the values of the inputs. A plan is then served
-            from its artefact only: a search calibrated and verified it, one call could do neither.
+        calibrated: whether the converted model depends on the values of the inputs. A plan is then
+            served from its artefact only, because only a search calibrates and verifies the
+            converted model.
 
     Raises:
-        UnsupportedError: `calibrated`, and the plan that is served has no artefact that fits.
+        UnsupportedError: `calibrated`, and the plan that is served has no matching artefact.
         Exception: exceptions of `make`.
     """
     shelf = _SHELF.get()
@@ -247,8 +249,8 @@ def write(path: Path, header: Header, parts: Parts) -> None:
     """Writes an artefact atomically.
 
     Raises:
-        BrokenError: it would exceed `MOST_BYTES`.
-        OSError: it cannot be written.
+        BrokenError: the artefact would exceed `MOST_BYTES`.
+        OSError: the artefact cannot be written.
     """
     parts = dict(sorted(parts.items()))  # the order of the header, whose keys are sorted
     sizes = {name: memoryview(part).nbytes for name, part in parts.items()}
@@ -262,15 +264,16 @@ def write(path: Path, header: Header, parts: Parts) -> None:
 
 
 def read(path: Path, expected: Header) -> Parts:
-    """Reads an artefact after checking its owner, its digest and what it was made for.
+    """Reads an artefact after checking that it is private, intact and made for the same model.
 
     Args:
         path: the file.
         expected: a header with the wanted contents, engine, libraries and signature.
 
     Raises:
-        OSError: it cannot be read, or its file or folder is not private.
-        BrokenError: it was cut or altered, or is for something else.
+        OSError: the artefact cannot be read, or its file or folder is not private.
+        BrokenError: the artefact was truncated or altered, or is for another model or library
+            version.
     """
     with open_folder(path.parent) as folder, opened(path.name, folder) as (descriptor, seen):
         check_private(os.fstat(folder), "its folder")

@@ -1,13 +1,14 @@
 """Bundles: compiled code kept beside a plan, for faster cold starts with `bundle=True`.
 
-A plan is only data, but a bundle holds machine code and pickles of PyTorch's compiler, which run
-when they are used. A bundle is therefore read only at the user's request, only in the environment
-that made it, and only from the user's private folder. Its digest detects accidents, not attackers.
-Reading and unpacking run no code.
+A plan is only data, but a bundle holds machine code and pickles of PyTorch's compiler, which
+execute when the compiler loads them. A bundle is therefore read only at the user's request, only in
+the environment that made it, and only from the user's private folder. A bundle's digest detects
+corruption, not tampering. Reading and unpacking a bundle run no code.
 
-A bundle is one file: a line of JSON with its header, then the cached files in MessagePack. They are
-unpacked into the cache folder of PyTorch's compiler; existing files stay. A model that can be
-compiled ahead of time also gets a package (`compiled.package`), which loads without a compiler.
+A bundle is one file: a JSON header line, then the compiler's cache files in MessagePack. The cache
+files are unpacked into the cache folder of PyTorch's compiler; existing files stay. A model that
+can be compiled ahead of time also gets a package (`compiled.package`), which loads without a
+compiler.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         candidate: the plan's candidate.
-        environment: dependencies of compiled code beyond the key.
+        environment: dependencies of compiled code that the key does not cover.
         key: digest of the plan's key, which covers device, driver and libraries.
         schema: `SCHEMA`.
         sha256: digest of everything after the header line.
@@ -99,7 +100,7 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def path_of(plan: PlanRecord) -> Path | None:
-    """Path of the plan's bundle, present or not; None for a plan in memory only."""
+    """Path of the plan's bundle, whether or not it exists; None for a plan in memory only."""
     return None if plan.path is None else Path(plan.path).with_suffix(SUFFIX)
 
 
@@ -155,10 +156,10 @@ def fault(plan: PlanRecord, contents: str | None = None) -> str | None:
 
 
 def source(plan: PlanRecord) -> Source:
-    """Makes the source of compiled code for `compile`: the plan's package, else the bundle's files.
+    """Makes a `Source` for `compile` that loads the plan's package or unpacks the plan's bundle.
 
-    If the package is for another model, the bundle's files are unpacked and a warning gives the
-    reason. They are also unpacked before compiling for other arguments.
+    If the package cannot be loaded, the bundle's files are unpacked and a warning gives the reason.
+    The bundle's files are also unpacked before `compile` compiles for other arguments.
     """
     from steadytorch.compiled import package
 
@@ -190,8 +191,8 @@ def unpack(plan: PlanRecord) -> str | None:
     """Unpacks the plan's bundle into the cache of PyTorch's compiler; existing files stay.
 
     Returns:
-        None if it was unpacked, else the reason in one line, which is also logged. The plan then
-        compiles as without a bundle.
+        None if the bundle was unpacked, else the reason in one line, which is also logged. The plan
+        then compiles as without a bundle.
     """
     try:
         _place(read(plan).files, _cache_folder())
@@ -214,7 +215,7 @@ def _head(plan: PlanRecord, digest: str) -> _Head:
 
 
 def environment() -> dict[str, str]:
-    """Dependencies of compiled code beyond the fields of a plan's key."""
+    """Dependencies of compiled code that a plan's key does not cover, such as the C++ compiler."""
     import torch
 
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -296,7 +297,7 @@ def _cache_folder() -> Path:
 
 
 def _place(files: dict[str, bytes], root: Path) -> None:
-    """Writes missing files atomically; existing files stay."""
+    """Writes a bundle's files to the compiler's cache atomically; existing files stay."""
     here = json.dumps(os.fspath(root))[1:-1].encode()
     for name, content in files.items():
         if not _is_kept(name):  # also rejects "..", which would lead out of the folder
@@ -317,7 +318,7 @@ def _place(files: dict[str, bytes], root: Path) -> None:
 
 
 def why_not(error: Exception, what: str = "bundle") -> str:
-    """Why a bundle or a package cannot be used or made, in one line."""
+    """Explains in one line why a bundle or a package cannot be used or made."""
     if isinstance(error, UnsupportedError):
         return f"no {what}: {error}"
     if isinstance(error, FileNotFoundError):

@@ -1,13 +1,15 @@
 """Choices that PyTorch's compiler made by timing, stored with a plan for later processes to repeat.
 
-Inductor times launch configurations of its Triton kernels, and whether padding a matrix product
-pays. Each process repeats this timing. Short kernels take less time than their launch, so chance
-decides: two processes that compiled EfficientNet-B0 on an H100 chose 22 of 46 kernels differently,
-and their code took 2.17 and 2.20 ms. For Swin-T it took 2.87 and 3.01 ms.
+Inductor chooses launch configurations of Triton kernels, and whether to pad matrix products, by
+timing. Each process repeats the timing of Inductor's choices. The timing of kernels that are
+shorter than their launch is noisy, so processes choose differently. Two processes that compiled
+EfficientNet-B0 on an H100 chose 22 of 46 kernels differently, and their code took 2.17 and 2.20 ms.
+For Swin-T, the code that two processes compiled took 2.87 and 3.01 ms.
 
-The choices are plain data. Configurations are stored under a digest of the kernel's source.
-Inductor ignores a stored configuration if its set of candidates has changed. Kernels for another
-device of the same host have another digest, because their source names the device.
+The stored choices are plain data. Kernel configurations are stored under a digest of the kernel's
+source. Inductor ignores a stored configuration if the kernel's set of candidates has changed.
+Kernels for another device of the same host have another digest, because their source names the
+device.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _log = logging.getLogger("steadytorch")
 
 
 class Choices:
-    """Earlier choices for a compilation, and a folder for new ones.
+    """Compiler choices to repeat in a compilation, and a folder for new padding decisions.
 
     Args:
         made: choices to repeat.
@@ -50,7 +52,7 @@ class Choices:
         self.made, self._folder = made, folder
 
     def place(self) -> None:
-        """Writes the kernels' configurations to the compiler's cache, in place of others."""
+        """Writes the chosen kernel configurations to the compiler's cache, replacing others."""
         if not self.made.kernels:
             return
         from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -62,7 +64,7 @@ class Choices:
             _log.warning("kernels are tuned anew: the compiler's cache is not writable: %s", error)
 
     def padded(self, product: str) -> bool | None:
-        """Whether to pad a product, or None if that was not decided yet."""
+        """Whether to pad a matrix product; None if no process has decided."""
         found = self.made.padded.get(product)
         if found is None and self._folder is not None:
             with suppress(FileNotFoundError):
@@ -70,7 +72,7 @@ class Choices:
         return found
 
     def decide(self, product: str, pads: bool) -> bool:
-        """Notes whether to pad a product; returns what was decided first, maybe elsewhere."""
+        """Stores whether to pad a matrix product; returns the decision that was stored first."""
         if self._folder is None:
             return pads
         path = self._path(self._folder, product)
@@ -79,21 +81,21 @@ class Choices:
         return json.loads(path.read_text("utf-8"))[1]
 
     def of_process(self) -> CompilerChoices:
-        """The choices behind the code that this process compiled or loaded from the cache."""
+        """Compiler choices of the code that this process compiled or loaded from the cache."""
         return CompilerChoices(dict(sorted(_kernels())), dict(sorted(self._decided().items())))
 
     @property
     def shared(self) -> bool:
-        """Whether processes that compile for one search share them."""
+        """Whether the processes of one search share padding decisions."""
         return self._folder is not None
 
     @property
     def pads(self) -> bool:
-        """Whether one of these processes has decided to pad a product."""
+        """Whether a process of the search has decided to pad a matrix product."""
         return any(self._decided().values())
 
     def _decided(self) -> dict[str, bool]:
-        """Whether to pad, by product, as decided by these processes."""
+        """Padding decisions of the processes of the search, by matrix product."""
         noted = [] if self._folder is None else self._folder.glob("*.json")
         return dict(json.loads(path.read_text("utf-8")) for path in noted)
 
@@ -108,7 +110,7 @@ _CHOICES: ContextVar[Choices] = ContextVar("steadytorch_compiler_choices", defau
 
 @contextmanager
 def supplied(choices: Choices) -> Iterator[None]:
-    """Make `compile`, if applied on this thread, repeat these choices."""
+    """Make the `compile` transform repeat `choices` when it is applied on this thread."""
     before = _CHOICES.set(choices)
     try:
         yield
@@ -117,17 +119,17 @@ def supplied(choices: Choices) -> Iterator[None]:
 
 
 def current() -> Choices:
-    """The choices for transforms applied on this thread."""
+    """Compiler choices that transforms applied on this thread must repeat."""
     return _CHOICES.get()
 
 
 def put(directory: Path, made: CompilerChoices) -> None:
-    """Leaves a plan's choices to the workers that share this directory."""
+    """Writes a plan's compiler choices to a directory, where workers read them."""
     (directory / _FILE).write_bytes(msgspec.json.encode(made))
 
 
 def within(directory: Path) -> Choices:
-    """The choices that workers of this directory share."""
+    """Compiler choices that the workers of a directory share."""
     made = CompilerChoices()
     with suppress(FileNotFoundError):
         made = msgspec.json.decode((directory / _FILE).read_bytes(), type=CompilerChoices)
@@ -136,9 +138,10 @@ def within(directory: Path) -> Choices:
 
 @contextmanager
 def padding(choices: Choices) -> Iterator[None]:
-    """Have Inductor decide about padding as in `choices` while it compiles.
+    """Make Inductor pad matrix products as recorded in `choices` while it compiles.
 
-    Dynamo compiles under a lock of the process, so no other compilation runs meanwhile.
+    Inductor is patched process-wide, which is safe because Dynamo compiles under a process-wide
+    lock.
     """
     if choices is NONE:
         yield
@@ -162,12 +165,13 @@ def padding(choices: Choices) -> Iterator[None]:
 
 
 def fill_queue_before_timing() -> None:
-    """Makes Inductor time kernels behind a full queue from now on in this process, on CUDA.
+    """Makes Inductor time CUDA kernels with a full launch queue, from now on in this process.
 
-    Otherwise a kernel that is shorter than its launch is timed with gaps of the host's making, and
-    its configurations look alike. The device sleeps while the host enqueues the launches. On an
-    H100, two processes then chose 3 of EfficientNet's 46 kernels differently instead of 22, and its
-    code got 1.7 to 3 % faster.
+    Without a full queue, the time of a short kernel includes launch gaps, which hide the
+    differences between configurations. The device sleeps while the host enqueues the launches. On
+    an H100, a full queue reduced the differences between two processes from 22 to 3 of
+    EfficientNet's 46 kernels. With a full queue, EfficientNet's compiled code became 1.7 to 3 %
+    faster.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
@@ -185,7 +189,7 @@ def fill_queue_before_timing() -> None:
 
 
 def _kernels() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name in the compiler's cache and configuration of each tuned kernel of this process."""
+    """Yields the cache file's name and the configuration of each kernel that this process tuned."""
     heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
     if heuristics is None:
         return

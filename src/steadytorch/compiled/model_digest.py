@@ -1,7 +1,7 @@
 """Digests of everything that compiled code takes from a model: weights, attributes, sources.
 
-A plan's key identifies a model for any weights. A package has the weights compiled in and runs
-without looking at the model, so it is valid only for equal contents.
+A plan's key identifies a model regardless of its weights. A package has the weights compiled in and
+never reads the model, so the package is valid only for a model with equal contents.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _OF_DATACLASS = "__create_fn__.<locals>."
 def digest(model: nn.Module) -> str:
     """SHA-256 of a model's contents: values of tensors and attributes of modules.
 
-    Equal in every process and on every device. 100 MB take about 60 ms on one core with SHA
-    instructions.
+    The digest is equal in every process and on every device. Hashing 100 MB of weights takes about
+    60 ms on one core with SHA instructions.
 
     Raises:
         UnsupportedError: the model holds an object that cannot be compared, or has a hook.
@@ -62,7 +62,7 @@ def digest(model: nn.Module) -> str:
 
 
 class _Contents:
-    """Describes contents as lines, and collects the tensors for their values.
+    """Describes a model's contents as lines of text, and collects the tensors to hash.
 
     Attributes:
         lines: the description, in order of traversal.
@@ -76,7 +76,7 @@ class _Contents:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def add(self, value: Any) -> None:
-        """Adds an object and everything reachable from it."""
+        """Adds an object, and everything reachable from that object, to the contents."""
         if isinstance(value, _PLAIN):
             self._line(type(value).__name__, repr(value))
         elif isinstance(value, _NAMED):
@@ -153,10 +153,10 @@ class _Contents:
 
 
 def _home(name: str) -> str:
-    """A name for a module that is the same however its file was loaded.
+    """Returns a module name that does not depend on how the module's file was loaded.
 
-    `serving.py` may be a script, be imported, or be loaded by its path under another name. Modules
-    of packages and installed ones keep their names.
+    For example, `serving.py` may be run as a script, imported, or loaded by path under another
+    name. Modules inside packages and installed modules keep their names.
     """
     file = getattr(sys.modules.get(name), "__file__", None)
     if "." in name or not isinstance(file, str):
@@ -201,7 +201,7 @@ def _fetched(waiting: list[Tensor]) -> Iterator[Any]:
 
 
 def sources_of(call: Callable[[], Any]) -> dict[str, str]:
-    """Digests the sources that a call runs, except PyTorch and the standard library.
+    """Digests the source files that a call executes, except PyTorch and the standard library.
 
     Args:
         call: called once, under a profile function.
@@ -242,7 +242,7 @@ def sources_of(call: Callable[[], Any]) -> dict[str, str]:
 
 
 def changed_source(sources: Mapping[str, str]) -> str | None:
-    """The first module or variable from `sources_of` that differs here, or None."""
+    """Returns the first module or variable of `sources` that differs in this process, or None."""
     loaded = _loaded()
     for name, expected in sources.items():
         home, _, variable = name.partition(":")
@@ -260,7 +260,7 @@ def changed_source(sources: Mapping[str, str]) -> str | None:
 
 
 def _loaded() -> dict[str, list[ModuleType]]:
-    """The loaded modules by `_home`: a file may be loaded more than once."""
+    """Returns the loaded modules by `_home`; a file may be loaded as several modules."""
     found: dict[str, list[ModuleType]] = {}
     for name, module in list(sys.modules.items()):
         found.setdefault(_home(name), []).append(module)
@@ -268,7 +268,7 @@ def _loaded() -> dict[str, list[ModuleType]]:
 
 
 def _unloaded(home: str) -> str:
-    """The digest of a module that will be imported at the first call."""
+    """Returns the digest of the source file of a module that is not imported yet."""
     spec = importlib.util.find_spec(home.removesuffix(".py"))
     return _file_digest(str(spec.origin if spec is not None else ""))
 

@@ -1,13 +1,14 @@
-"""Inductor passes that fix strides: outputs keep the eager strides, gradients get their weights'.
+"""Inductor passes that give outputs their eager strides, and gradients their weights' strides.
 
 For tensor cores, Inductor pads matrix products whose sizes are no multiple of 8 and returns a view
-of the padded result. It records the strides that outputs must keep only after padding. Logits over
-50,257 tokens would therefore get rows of 50,264, and code that flattens them could fail.
+of the padded result. Inductor records the required strides of outputs too late, after padding.
+Padding would give logits over 50,257 tokens a row stride of 50,264, and code that flattens the
+logits could fail.
 
 Convolutions over channels-last images return channels-last gradients. If the weights are
-contiguous, autograd copies each such gradient with a slow kernel: 17 copies and 68 us of 3.3 ms for
-a training step of ResNet-50 at batch 8 in bf16 on an H100. With these passes, compiled code changes
-the layout together with the dtype.
+contiguous, autograd copies each channels-last gradient with a slow kernel. In a training step of
+ResNet-50 at batch 8 in bf16 on an H100, 17 such copies took 68 us of 3.3 ms. With the passes of
+this module, compiled code converts the layout of gradients together with their dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class _NoteSlices(CustomGraphPass):
-    """Marks the slices of the model, before Inductor adds those of padded products."""
+    """Marks the model's own slices, before Inductor adds slices of padded matrix products."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
@@ -50,7 +51,7 @@ class _NoteSlices(CustomGraphPass):
 
 
 class _FixStrides(CustomGraphPass):
-    """Copies padded products of which outputs are views, and gradients of convolutions."""
+    """Inserts copies that remove padding from outputs and give gradients their weights' layout."""
 
     def __call__(self, graph: fx.Graph) -> None:
         (end,) = graph.find_nodes(op="output")
@@ -77,7 +78,7 @@ class _FixStrides(CustomGraphPass):
 
 
 def options() -> dict[str, Any]:
-    """Options of Inductor that give outputs and gradients these strides."""
+    """Inductor options that install the passes for the strides of outputs and gradients."""
     return {"joint_custom_pre_pass": _NoteSlices(), "joint_custom_post_pass": _FixStrides()}
 
 
@@ -89,7 +90,7 @@ def _copy(node: fx.Node, layout: torch.memory_format) -> fx.Node:
 
 
 def _format(weight: Tensor) -> torch.memory_format | None:
-    """Memory format of a 4D or 5D weight; None for others, or unless exactly one fits."""
+    """Memory format of a 4D or 5D weight; None for other weights, or if no or both formats fit."""
     if weight.dim() not in _CHANNELS_LAST:
         return None
     formats = torch.contiguous_format, _CHANNELS_LAST[weight.dim()]
@@ -102,9 +103,10 @@ def _is_padding(node: fx.Node) -> bool:
 
 
 def _of_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of the backward pass: those that depend on a gradient of an output.
+    """Nodes of the backward pass: nodes that depend on a gradient of an output.
 
-    Source of the name: `_is_tangent` in PyTorch's partitioner.
+    Gradients of outputs have `tangents` in their names, as in `_is_tangent` of PyTorch's
+    partitioner.
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,8 +1,8 @@
-"""Packages: a plan's code, compiled ahead of time with its weights, as a file.
+"""Packages: files with a plan's model, compiled ahead of time together with its weights.
 
-A package lies beside the plan's bundle, which describes it and whose rules apply to it. It is used
-only for equal weights, attributes and sources, and for the signature that `compile` gets under the
-plan.
+A package is stored beside the plan's bundle, which holds the description of the package. The safety
+rules for bundles (see `compiled.bundle`) also apply to packages. A package is used only for equal
+weights, attributes and sources, and for the signature that `compile` gets under the plan.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _DESCRIPTOR_PATH = "/proc/self/fd/{}"
 
 
 class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a package by the process that made it.
+    """Signature and source digests of a package, from the process that compiled it.
 
     Attributes:
         taken: signature of the arguments that `compile` got; the package takes the same.
-        sources: digests of its source code; see `model_digest.sources_of`.
+        sources: digests of the model's source code; see `model_digest.sources_of`.
     """
 
     taken: Signature
@@ -39,7 +39,7 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a package: the model it is for, and its digest.
+    """Description of a package file: the model it is for, and the digest of the file.
 
     Attributes:
         contents: digest of the untouched model; see `model_digest.digest`.
@@ -69,7 +69,7 @@ def decoded(data: bytes) -> Packaged:
     """Decodes a bundle's description of its package.
 
     Raises:
-        BrokenError: it does not fit the schema.
+        BrokenError: the description does not fit the schema.
     """
     try:
         return msgspec.msgpack.decode(data, type=Packaged)
@@ -78,7 +78,7 @@ def decoded(data: bytes) -> Packaged:
 
 
 def check(path: Path, expected: Packaged, model_contents: str | None) -> None:
-    """Checks that a package can be used here, without running it.
+    """Checks, without running a package, that the package fits the model and is intact.
 
     Args:
         path: the package.
@@ -94,7 +94,7 @@ def check(path: Path, expected: Packaged, model_contents: str | None) -> None:
 
 
 def load(path: Path, expected: Packaged, task: Task) -> Package:
-    """Loads a package instead of compiling a task. From here on, its code may run.
+    """Loads a package instead of compiling a model. Loading may run the package's code.
 
     Args:
         path: the package.

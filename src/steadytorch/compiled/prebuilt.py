@@ -43,6 +43,6 @@ def supplied(source: Source | None) -> Iterator[None]:
 
 
 def find(task: Task) -> Call | None:
-    """Query the current source for a task; None without a source or a match."""
+    """Query the source set by `supplied` for compiled code; None without a source or a match."""
     source = _SOURCE.get()
     return None if source is None else source(task)

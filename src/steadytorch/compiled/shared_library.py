@@ -1,7 +1,8 @@
 """Runs the shared library of an AOTInductor package on the CPU, through its C interface.
 
-PyTorch's own loader holds the GIL while a package runs. On a GPU that only covers the launches; on
-the CPU it covers the whole call and blocks all other threads. Calls through `ctypes` release it.
+PyTorch's own loader holds the GIL while a package runs. On a GPU, the GIL is held only during
+kernel launches. On the CPU, the GIL is held during the whole call and blocks all other Python
+threads. Calls through `ctypes` release the GIL.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OPENING = threading.Lock()
 
 
 class Library:
-    """A loaded package that uses PyTorch operators only.
+    """A loaded AOTInductor package that uses PyTorch operators only.
 
     Args:
         package: path of the file, read once.

@@ -17,7 +17,7 @@ def aten_conv(
     relu: bool,
     geometry: Geometry,
 ) -> Tensor:
-    """Compute convolution, add and ReLU by PyTorch's own operators."""
+    """Compute a convolution, and optionally add and ReLU, by PyTorch's own operators."""
     stride, padding, dilation, groups = geometry
     zeros = [0] * len(stride)
     y = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, zeros, groups)
@@ -36,8 +36,9 @@ def aten_conv_grad(
 ) -> Tensor:
     """Compute a gradient by PyTorch: `first, second` are (dy, weight) for dgrad, (x, dy) for wgrad.
 
-    PyTorch takes the layout of the gradient from the operand that the gradient replaces, but reads
-    none of its values. An uninitialised dense tensor stands in for it.
+    PyTorch takes the gradient's layout from the operand that is differentiated, but reads none of
+    the operand's values. An uninitialised dense tensor stands in for the operand that is
+    differentiated.
     """
     stride, padding, dilation, groups = geometry
     by_input = operation == "dgrad"

@@ -19,9 +19,9 @@ TRIES = 8
 class Lead:
     """Delays the device so that the host can enqueue a whole block ahead of it.
 
-    A recorded convolution of one image takes 7 us; a slow or busy host takes longer to launch it,
-    and events would then measure the host. The delay starts at zero. It doubles whenever a run was
-    late.
+    A convolution of one image, captured in a CUDA graph, takes 7 us. A slow or busy host takes
+    longer to launch the convolution, and CUDA events would then measure the host. The delay starts
+    at zero, and doubles whenever the device waited for the host.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Lead:
             torch.cuda._sleep(self._cycles)
 
     def lengthen(self) -> None:
-        """Increase the delay; call this after a block with a late run."""
+        """Increase the delay; for use after a block in which the device waited for the host."""
         self._cycles = min(MOST_CYCLES, max(LEAST_CYCLES, 2 * self._cycles))
 
 
 class Flush:
-    """Evicts everything from the L2 cache except the input, which the previous layer just wrote.
+    """Evicts everything from the L2 cache except the input, as if a previous layer had written it.
 
     Args:
         device: a CUDA device.
@@ -58,10 +58,10 @@ class Flush:
 
 
 def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead) -> float:
-    """Median time of a few runs in ns, each between two events.
+    """Median time of `REPEATS` runs in ns, each timed between two CUDA events.
 
-    If the device waited for the host, the block does not measure the device. It is then repeated
-    with a longer lead, up to `TRIES` times.
+    If the device waited for the host, the block is repeated with a longer delay before the runs, up
+    to `TRIES` times.
 
     Args:
         run: enqueues the work on the current stream, preferably as one launch.

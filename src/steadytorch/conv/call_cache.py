@@ -13,7 +13,7 @@ from steadytorch.conv.operator import runner_of
 
 
 class _Call:
-    """The runner of a call and the properties of its tensors that determine it."""
+    """A cached runner, and the properties of the tensors that it was made for."""
 
     __slots__ = ("device", "dtype", "number", "runner", "shapes", "strides")
 
@@ -25,7 +25,7 @@ class _Call:
         self.strides, self.runner = (x.stride(), weight.stride()), runner
 
     def is_like(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
-        """Whether the runner fits a call; compares shapes and strides without keeping objects."""
+        """Whether the cached runner fits a call's tensors, by shape, strides, dtype and device."""
         dtype, device = self.dtype, self.device
         x_shape, weight_shape, bias_shape, other_shape = self.shapes
         x_stride, weight_stride = self.strides
@@ -51,7 +51,7 @@ def _fits(tensor: Tensor | None, shape: torch.Size | None, dtype: torch.dtype, d
 
 
 class CallCache(local):
-    """Calls one convolution and caches the last runner; per thread, as plans are.
+    """Calls one convolution and caches the last runner; each thread has its own cache.
 
     Args:
         geometry: stride, padding and dilation as tuples, and groups.
@@ -69,7 +69,7 @@ class CallCache(local):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
     ) -> Tensor:
-        """Compute the result, with the runner of the last call if it fits."""
+        """Compute the convolution, with the runner of the last call if that runner fits."""
         last = self._last
         if last is None or not last.is_like(x, weight, bias, other):
             runner = runner_of(x, weight, bias, other, *self._settings)

@@ -22,7 +22,7 @@ _PATTERN = 0xA5
 
 
 class ProblemTensors(msgspec.Struct, frozen=True):
-    """Tensors of one problem on a device, with the reference result.
+    """Operands of one convolution problem on a device, with the reference result.
 
     Attributes:
         problem: the problem.
@@ -42,16 +42,16 @@ class ProblemTensors(msgspec.Struct, frozen=True):
 
     @property
     def geometry(self) -> Geometry:
-        """Stride, padding, dilation and groups."""
+        """Stride, padding, dilation and groups of the convolution."""
         return geometry_of(self.problem)
 
     def by_pytorch(self) -> Tensor:
-        """Compute PyTorch's result, in the precision of the problem."""
+        """Compute the convolution by PyTorch, in the precision of the problem."""
         with _float32_as("tf32" if self.problem.number == "tf32" else "ieee"):
             return _computed(self.problem, self.first, self.second, self.bias, self.other)
 
     def error_of(self, result: Tensor) -> float:
-        """Relative L2 error of a result; NaN if it contains NaN."""
+        """Relative L2 error of a result; NaN if the result contains NaN."""
         wide = self.reference
         difference = torch.linalg.vector_norm(result.to(wide.dtype) - wide)
         return float(difference / torch.linalg.vector_norm(wide))
@@ -63,7 +63,7 @@ def geometry_of(problem: ConvProblem) -> Geometry:
 
 
 def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> ProblemTensors:
-    """Draw random tensors, scaled so that results are about 1, and compute the reference."""
+    """Draw random operands, scaled so that results are about 1, and compute the reference."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = DTYPES[problem.number]
 
@@ -88,7 +88,7 @@ def operands(problem: ConvProblem, device: torch.device, seed: int = 0) -> Probl
 
 
 def _terms(problem: ConvProblem) -> int:
-    """Number of products summed per element of the result; for dgrad, the number of fprop."""
+    """Number of products summed per element of the result; for dgrad, the number for fprop."""
     if problem.operation == "wgrad":
         return math.prod(problem.output) // problem.output[1]
     return math.prod(problem.weight[1:])
@@ -114,7 +114,7 @@ def _computed(problem: ConvProblem, first: Any, second: Any, bias: Any, other: A
 
 
 class Guarded:
-    """Memory between two guard zones of a known pattern.
+    """Device memory between two guard zones, which reveal writes out of bounds.
 
     Args:
         size: usable bytes.
@@ -137,7 +137,7 @@ class Guarded:
 
 
 class Verified(NamedTuple):
-    """Result of verifying a plan.
+    """Result of verifying a cuDNN plan.
 
     Attributes:
         error: relative L2 error; None if it could not be computed.
@@ -151,11 +151,11 @@ class Verified(NamedTuple):
 
 
 def verify(plan: EngineExecutable, given: ProblemTensors, bound: float) -> Verified:
-    """Run a plan twice on NaN-filled output and compare with the reference.
+    """Run a cuDNN plan twice into NaN-filled output and compare the result with the reference.
 
     Args:
         plan: a built plan.
-        given: its operands.
+        given: the operands and the reference result.
         bound: maximum relative L2 error.
     """
     problem, device = given.problem, given.first.device
@@ -182,6 +182,6 @@ def verify(plan: EngineExecutable, given: ProblemTensors, bound: float) -> Verif
 
 
 def addresses(given: ProblemTensors) -> dict[int, int]:
-    """Addresses of the operands, by tensor ID of the graph."""
+    """Device addresses of the operands, by tensor ID of the cuDNN graph."""
     tensors = {INPUT: given.first, WEIGHT: given.second, BIAS: given.bias, OTHER: given.other}
     return {uid: tensor.data_ptr() for uid, tensor in tensors.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""Engine choices as text, with a closed grammar: which engine runs each convolution of a plan."""
+"""Text format for engine choices: which cuDNN engine runs each convolution of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRAMMAR = re.compile(
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """How to run one convolution.
+    """How to run one convolution: engine, padding of channels, and 16-bit type.
 
     Attributes:
         engine: a plan's name, ATEN or HEURISTIC.
@@ -46,7 +46,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def read_choice(text: str) -> Choice:
-    """Parse a choice such as `c4:eng48`.
+    """Parse an engine choice such as `c4:eng48`.
 
     Raises:
         UsageError: the text has another form.
@@ -63,7 +63,7 @@ def read_choice(text: str) -> Choice:
 
 
 def read_choices(text: str) -> dict[str, Choice]:
-    """Parse the output of `write_choices`: choices by problem key; empty for "".
+    """Parse the output of `write_choices` into choices by problem key; no choices for "".
 
     Raises:
         UsageError: the text exceeds `MOST_BYTES` or is malformed.
@@ -82,6 +82,6 @@ def read_choices(text: str) -> dict[str, Choice]:
 
 
 def write_choices(choices: Mapping[str, Choice]) -> str:
-    """Serialise choices as compact JSON, sorted by key; "" if there are none."""
+    """Serialise choices as compact JSON, sorted by key; "" if there are no choices."""
     named = {key: str(choices[key]) for key in sorted(choices)}
     return msgspec.json.encode(named).decode() if named else ""

@@ -1,7 +1,7 @@
-"""Choose engines by measurement on the target device.
+"""Choose convolution engines by measurement on the target device.
 
-All permitted engines are built, verified and warmed up. Then they race in random order, together
-with PyTorch's own choices, and losers drop out early.
+All permitted engines are built, verified and warmed up. The permitted engines and PyTorch's own
+convolutions are timed in random order, and slow engines drop out early.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def choose(
     options: ChoiceOptions | None = None,
     incumbent: Choice | None = None,
 ) -> ConvOutcome:
-    """Measure every engine for a problem and choose one.
+    """Measure every cuDNN engine for a convolution and choose the engine to use.
 
-    An engine that raises while it is built, verified, recorded or timed is excluded, with its
-    message as the reason. Other exceptions propagate.
+    An engine that raises while it is built, verified, recorded or timed is excluded, with the
+    exception's message as the reason. Exceptions that do not come from an engine propagate.
 
     Args:
         problem: the convolution.
@@ -166,8 +166,8 @@ def _median_ns(found: Measured | None) -> float | None:
 def variants(problem: ConvProblem, options: ChoiceOptions) -> Iterator[tuple[ConvProblem, Choice]]:
     """Yield the problem and variants of it that compute the same result.
 
-    Fewer than 8 input channels are also padded to 4 and 8, for which cuDNN has other engines. The
-    other 16-bit type is tried if permitted.
+    An input with fewer than 8 channels is also padded to 4 and 8 channels, for which cuDNN has
+    other engines. A bf16 problem is also tried in fp16 if `options.other_half` is set.
     """
     numbers: list[Any] = [None]
     if options.other_half and problem.number == "bf16":
@@ -201,7 +201,7 @@ def _field(
     options: ChoiceOptions,
     incumbent: Choice | None,
 ) -> Iterator[Arm | Measured]:
-    """Engines of all variants; the incumbent comes first, in case time is short."""
+    """Yield the engines of all variants; the earlier choice comes first, in case time is short."""
     ways = list(variants(problem, options))
     if incumbent is not None:
         way = (incumbent.channels, incumbent.number)
@@ -218,7 +218,7 @@ def _engines(
     options: ChoiceOptions,
     incumbent: Choice | None = None,
 ) -> Iterator[Arm | Measured]:
-    """Engines of one variant in cuDNN's order: usable ones as arms, others with the reason."""
+    """Yield a variant's engines in cuDNN's order: an `Arm` if usable, else a `Measured`."""
     device = given.first.device
     try:
         offered = list_engines(problem, target(device), options.filters)
@@ -250,7 +250,7 @@ def _tried(
     varied: ProblemTensors,
     bound: float,
 ) -> Arm | Measured:
-    """Verify a built plan; return an arm, or the measurement with the reason for excluding it."""
+    """Verify a built plan; return an `Arm` to time, or `Measured` with the reason for exclusion."""
     seen = verify(plan, varied, bound)
     found = msgspec.structs.replace(
         found, error=seen.error, excluded=seen.fault, repeats=seen.repeats
@@ -268,7 +268,7 @@ def _measured(engine: Engine, name: str) -> Measured:
 
 
 def _varied(given: ProblemTensors, problem: ConvProblem) -> ProblemTensors:
-    """Convert operands to a variant of their problem; the reference stays."""
+    """Convert operands to a variant of their problem; the reference result is unchanged."""
     if problem == given.problem:
         return given
     dtype, added = DTYPES[problem.number], problem.input[1] - given.problem.input[1]
@@ -280,7 +280,7 @@ def _varied(given: ProblemTensors, problem: ConvProblem) -> ProblemTensors:
 def _arm(
     found: Measured, plan: EngineExecutable, given: ProblemTensors, varied: ProblemTensors
 ) -> Arm:
-    """Make an arm that times the plan together with the conversions that a variant needs."""
+    """Make an `Arm` that times the plan together with the conversions that a variant needs."""
     problem, device = varied.problem, given.first.device
     shape = tuple(given.reference.shape)
     y = empty(shape, DTYPES[problem.number], device, problem.layout)
@@ -310,7 +310,7 @@ def _arm(
 
 
 def is_cold(problems: Mapping[ConvProblem, int], device: torch.device) -> bool:
-    """Whether the traffic of all these convolutions (problem: count) exceeds the L2 cache."""
+    """Whether the memory traffic of `problems` (with call counts) exceeds the L2 cache size."""
     properties: Any = torch.cuda.get_device_properties(device)
     traffic = sum(problem.traffic_bytes * count for problem, count in problems.items())
     return traffic > properties.L2_cache_size

@@ -1,4 +1,4 @@
-"""Choose engines for all problems of a workload: share out the time, isolate faults."""
+"""Choose engines for all convolutions of a workload: divide the time and isolate faults."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class Result(NamedTuple):
     """Result for one problem.
 
     Attributes:
-        choice: how to run it; None for PyTorch's own.
-        outcome: the measurements; None if there are none. Without times if the engine was taken
-            without timing.
-        reason: why it was not timed; None if it was.
+        choice: how to run the convolution; None for PyTorch's own.
+        outcome: the measurements, or None; without times if the engine was chosen without timing.
+        reason: why no engine was timed; None if engines were timed.
     """
 
     choice: Choice | None
@@ -46,7 +45,7 @@ def choose_all(
     end: float,
     grace_s: float,
 ) -> dict[str, Result]:
-    """Choose engines for all problems; return the results by problem key.
+    """Choose engines for all convolution problems; return the results by problem key.
 
     Args:
         options_of: options of each problem; their `seconds` are an upper limit.
@@ -77,10 +76,10 @@ def choose_all(
 
 
 def share_s(weights: Sequence[float], left_s: float) -> float:
-    """Time limit of the next problem, in seconds.
+    """Time limit for choosing the engine of the next problem, in seconds.
 
-    Each problem gets `LEAST_S`. The remaining time is shared by weight; the next problem may take
-    `SPARE` times its share.
+    Each problem gets at least `LEAST_S` seconds while time remains. The time beyond `LEAST_S` per
+    problem is divided by weight; the next problem may take `SPARE` times its share.
 
     Args:
         weights: weights of the remaining problems, the next one first.
@@ -91,7 +90,7 @@ def share_s(weights: Sequence[float], left_s: float) -> float:
 
 
 def _attempted(work: Callable[..., ConvOutcome], *given: Any) -> Result:
-    """Run `work`; if it raises, return PyTorch's own with the reason."""
+    """Run `work`; if it raises, choose PyTorch's own convolution and return the reason."""
     try:
         outcome = work(*given)
     except Exception as fault:
@@ -111,7 +110,10 @@ def _unreached(
     device: torch.device,
     late: bool,
 ) -> Result:
-    """Take the earlier choice if it verifies, else the first engine that does, unless `late`."""
+    """Choose untimed: the earlier choice if it verifies, else the first engine that verifies.
+
+    If `late`, PyTorch's own convolution is used.
+    """
     alive = device_answers()
     reason = "the time ran out before" if alive else "the device failed at an earlier problem"
     own = before is not None and before.engine == ATEN

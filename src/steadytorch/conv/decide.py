@@ -23,10 +23,10 @@ others reach up to 0.11 (`docs/convolutions.md`)."""
 def stays(times_ns: Mapping[str, Sequence[float]], incumbent: str) -> bool:
     """Whether to keep the earlier choice.
 
-    It is kept unless another engine is shown to be faster by more than `KEPT`. The test is an exact
-    signed-rank interval of paired blocks, at level `ALPHA` divided by the number of other engines.
-    With medians alone, the choice between kernels of a few microseconds would change from run to
-    run.
+    The earlier choice is kept unless another engine is shown to be faster by more than `KEPT`. The
+    test is an exact signed-rank interval of paired blocks, at level `ALPHA` divided by the number
+    of other engines. With medians alone, the choice between kernels of a few microseconds would
+    change from run to run.
 
     Args:
         times_ns: block times by choice, in the order of the rounds. All start with the first round;
@@ -51,7 +51,7 @@ def pick(measured: Sequence[Measured]) -> Measured:
     """Choose among timed engines (sorted, fastest first) without an earlier choice.
 
     Of the engines within `NOISE` of the fastest, steady ones win, then the smallest workspace, then
-    the name. PyTorch's own is chosen only if it beats all engines by more than `NOISE`.
+    the name. PyTorch's own convolution is chosen only if it beats all engines by more than `NOISE`.
 
     Raises:
         UnsupportedError: nothing was timed.
@@ -68,6 +68,6 @@ def pick(measured: Sequence[Measured]) -> Measured:
 
 
 def _is_steady(measured: Measured) -> bool:
-    """Whether the spread is at most `STEADY`; assumed if there are too few times."""
+    """Whether the spread of an engine's times is at most `STEADY`; True with too few times."""
     few = measured.spread is None or measured.runs < RACE_LOOKS[0]
     return few or (measured.spread or 0.0) <= STEADY

@@ -1,4 +1,4 @@
-"""Engines known to compute wrong or unrepeatable results, with sources."""
+"""cuDNN engines known to compute wrong or unrepeatable results, with sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ERRATA = "errata of PyTorch's cuDNN convolutions (aten/src/ATen/native/cudnn/Co
 
 
 class Denied(msgspec.Struct, frozen=True):
-    """A denied engine and the conditions under which it is denied.
+    """A denied cuDNN engine, and the conditions under which it is denied.
 
     Attributes:
         engine: number of the engine.
@@ -33,7 +33,7 @@ class Denied(msgspec.Struct, frozen=True):
     dimensions: int | None = None
 
     def concerns(self, problem: ConvProblem, name: str, version: int, capability: str) -> bool:
-        """Whether the entry applies to a plan of this name."""
+        """Whether the denylist entry applies to a plan of this name."""
         return (
             engine_number(name) == self.engine
             and problem.operation == self.operation
@@ -68,7 +68,7 @@ def engine_number(name: str) -> int | None:
 
 
 def denied(problem: ConvProblem, name: str, version: int, capability: str) -> str | None:
-    """Why a plan must not be used, or None.
+    """Reason why a cuDNN plan must not be used; None if the plan is not on the denylist.
 
     Args:
         problem: the convolution.

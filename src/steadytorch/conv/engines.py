@@ -1,7 +1,7 @@
 """cuDNN's execution plans for one convolution: list them with notes and workspace, and build one.
 
-Needs nvidia-cudnn-frontend, which is optional. Plans are identified by name, because their order
-changes with the version of cuDNN.
+This module needs the optional package nvidia-cudnn-frontend. Plans are identified by name, because
+their order changes with the version of cuDNN.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _TYPES = {"fp16": "HALF", "bf16": "BFLOAT16", "fp32": "FLOAT", "tf32": "FLOAT"}
 
 
 class Filters(msgspec.Struct, frozen=True):
-    """Which engines are permitted.
+    """Conditions that an engine must meet to be permitted.
 
     Attributes:
         workspace_cap_bytes: maximum workspace of an engine.
@@ -87,7 +87,7 @@ class Filters(msgspec.Struct, frozen=True):
 
     @property
     def repeatable(self) -> bool:
-        """Whether only deterministic engines are permitted, here or by PyTorch's settings."""
+        """Whether engines must be deterministic, by this filter or by PyTorch's settings."""
         own = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
         return self.deterministic or bool(own)
 
@@ -98,9 +98,9 @@ class Engine(msgspec.Struct, frozen=True):
     Attributes:
         name: engine and knobs, e.g. `eng41_k2=4_k13=0`.
         index: position in the heuristic's order.
-        workspace_bytes: workspace it needs; None if unknown before building.
+        workspace_bytes: workspace that the plan needs; None if unknown before building.
         notes: cuDNN's numerical and behaviour notes.
-        excluded: why it must not be used, or None.
+        excluded: why the plan must not be used, or None.
     """
 
     name: str
@@ -111,13 +111,13 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Graph:
-    """cuDNN graph of one problem with the plans that the heuristics list.
+    """cuDNN graph of one convolution, with the plans that cuDNN's heuristics list.
 
     Args:
         problem: the convolution.
         target: the device.
-        wanted: name of the only plan needed. It is made from engine and knobs without the
-            heuristics, in a twentieth of the time. If that fails, all plans are listed.
+        wanted: name of the only plan needed. The plan is made from engine and knobs without the
+            heuristics, in a twentieth of the time. If this fails, all plans are listed.
 
     Attributes:
         names: names of the plans, in the heuristic's order.
@@ -143,7 +143,7 @@ class Graph:
         self.names = tuple(self._graph.get_plan_name_at_index(i) for i in range(count))
 
     def _begin(self, target: Target) -> None:
-        """Build the operation graph, without plans."""
+        """Build the cuDNN operation graph, without execution plans."""
         cudnn = frontend()
         settings: dict[str, Any] = {
             "io_data_type": self._number,
@@ -161,7 +161,7 @@ class Graph:
         self._graph.build_operation_graph()
 
     def _made(self, name: str, target: Target) -> bool:
-        """Build the graph with only the plan of this name; return False if cuDNN cannot."""
+        """Build the graph with only the plan of this name; return False if cuDNN cannot make it."""
         engine, knobs = engine_number(name), _knobs(name)
         if engine is None or knobs is None:
             return False
@@ -176,7 +176,7 @@ class Graph:
         """Build a plan and return its workspace in bytes.
 
         Raises:
-            UnsupportedError: cuDNN cannot build it; the message says why.
+            UnsupportedError: cuDNN cannot build the plan; the message says why.
         """
         try:
             self._graph.build_plan_at_index(index)
@@ -203,8 +203,8 @@ class Graph:
     def refusals(self, note: str | None) -> list[str | None]:
         """Forbid a numerical note, then return each plan's build error; None if a plan builds.
 
-        With `note` None, any workspace is forbidden instead; the errors then name the size needed.
-        Rejected plans stay rejected, so call this on a separate graph.
+        If `note` is None, any workspace is forbidden instead; the build errors then state the size
+        needed. Rejected plans stay rejected, so call `refusals` on a separate graph.
         """
         if note is None:
             self._graph.deselect_workspace_greater_than(-1)
@@ -270,7 +270,7 @@ class Graph:
 def list_engines(
     problem: ConvProblem, target: Target, filters: Filters | None = None
 ) -> list[Engine]:
-    """List every plan for a problem, excluded ones with their reason, without building any.
+    """List every plan for a convolution without building it; excluded plans have a reason.
 
     Raises:
         UnsupportedError: cuDNN has no engine for the problem.
@@ -297,7 +297,7 @@ def list_engines(
 
 
 def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | None:
-    """Why the filters exclude an engine, or None."""
+    """Reason why the filters exclude an engine; None if they permit it."""
     need = engine.workspace_bytes
     objections = (
         (
@@ -323,7 +323,7 @@ def excluded(engine: Engine, problem: ConvProblem, filters: Filters) -> str | No
 
 
 def _knobs(name: str) -> dict[Any, int] | None:
-    """Parse the knobs in a plan's name for the frontend; None if it lacks one of them."""
+    """Parse the knobs in a plan's name; None if the frontend lacks one of the knobs."""
     members, found = frontend().knob_type, {}
     for number, value in _KNOB.findall(name):
         if int(number) not in _KNOBS:

@@ -63,7 +63,7 @@ RUNNERS = _Runners()
 def note_miss(
     problem: str, engine: str, reason: str, remedy: str = TUNE_AGAIN, of_all: bool = False
 ) -> None:
-    """Record that PyTorch runs a convolution in place of its engine; log it the first time.
+    """Record that PyTorch runs a convolution in place of its engine; log the first occurrence.
 
     Args:
         problem: key of the problem, or a description if it has no key.
@@ -84,17 +84,17 @@ def note_miss(
 
 
 def memory_layout(*tensors: Tensor) -> Layout:
-    """Layout in which a convolution of these tensors runs: channels last if any of them is."""
+    """Layout in which a convolution runs: channels last if any of `tensors` is channels last."""
     if any(tensor.dim() in _FORMATS and _channels_innermost(tensor) for tensor in tensors):
         return "last"
     return "first"
 
 
 def _channels_innermost(tensor: Tensor) -> bool:
-    """Whether the strides increase from channels over spatial dimensions to the batch.
+    """Whether strides increase in channels-last order: channels, spatial dimensions, batch.
 
-    A 1x1 weight or an image of one channel has the same memory order in both layouts. PyTorch's
-    convolutions then decide by strides, and so does this.
+    A 1x1 weight or an image of one channel has the same memory order in both layouts. For a tensor
+    that fits both layouts, PyTorch's convolutions decide by strides, and so does this function.
     """
     step = 0
     for axis in (1, *range(tensor.dim() - 1, 1, -1), 0):
@@ -113,7 +113,7 @@ def problem_of(
     relu: bool,
     geometry: Geometry,
 ) -> ConvProblem:
-    """Describe a call as a problem.
+    """Describe a call of a convolution as a `ConvProblem`.
 
     Args:
         x: the input; only shape, dtype and layout are used.
@@ -151,7 +151,7 @@ def problem_of(
 def check_operands(
     problem: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
 ) -> None:
-    """Check the operands' shapes, dtypes and devices, since a plan gets only addresses.
+    """Check the operands' shapes, dtypes and devices, since a cuDNN plan gets only addresses.
 
     Raises:
         UnsupportedError: PyTorch would broadcast or reject an operand.
@@ -170,7 +170,7 @@ def _described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 
 def number_of(dtype: torch.dtype) -> Number | None:
-    """Precision of convolutions of a dtype under the current settings; None if unsupported."""
+    """Precision of a dtype's convolutions under PyTorch's settings; None if unsupported."""
     cudnn: Any = torch.backends.cudnn
     if dtype == torch.float32 and cudnn.conv.fp32_precision == "tf32":
         return "tf32"
@@ -223,7 +223,7 @@ class EngineExecutable:
         bias: Tensor | None,
         other: Tensor | None,
     ) -> Tensor:
-        """Compute into a new tensor; call `fallback` if cuDNN fails on these tensors."""
+        """Run the plan into a new tensor; call `fallback` if cuDNN fails on these tensors."""
         form = self._format
         first = first.contiguous(memory_format=form)
         second = second.contiguous(memory_format=form)
@@ -256,7 +256,7 @@ class EngineExecutable:
         return None
 
     def enqueue(self, pointers: dict[int, int], workspace: int) -> bool:
-        """Run on the current stream; return False if cuDNN fails.
+        """Run the plan on the current stream; return False if cuDNN fails.
 
         Args:
             pointers: addresses by tensor ID of the graph.
@@ -278,11 +278,12 @@ class EngineExecutable:
         self._graph.execute(self._index, pointers, workspace, number)
 
     def _scratch(self) -> Tensor | None:
-        """Allocate the workspace of one call.
+        """Allocate the workspace for one call of the plan.
 
-        PyTorch's allocator orders reuse by stream, shares memory among plans, and uses a CUDA
-        graph's own pool during capture. A workspace owned by the plan would be shared by all graphs
-        that captured it, which is a race if they are replayed on two streams.
+        PyTorch's allocator orders reuse of memory by stream, shares memory among plans, and uses a
+        CUDA graph's own pool during capture. A workspace owned by the plan would be shared by all
+        CUDA graphs that captured the plan. CUDA graphs with a shared workspace would race if they
+        were replayed on two streams.
         """
         if not self.workspace_bytes:
             return None
@@ -297,7 +298,7 @@ def _place(
     other: Tensor | None,
     y: Tensor,
 ) -> int:
-    """Store the addresses in `pointers`; return their bitwise OR, to check alignment."""
+    """Store the tensors' addresses in `pointers`; return their bitwise OR, to check alignment."""
     pointers[INPUT], pointers[WEIGHT] = first.data_ptr(), second.data_ptr()
     pointers[OUTPUT] = y.data_ptr()
     bits = pointers[INPUT] | pointers[WEIGHT]
@@ -334,13 +335,13 @@ def _first(problem: ConvProblem, device: torch.device) -> str:
 def empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout
 ) -> Tensor:
-    """Allocate an uninitialised tensor in a layout."""
+    """Allocate an uninitialised tensor in a memory layout."""
     form = _memory_format(layout, len(shape))
     return torch.empty(shape, dtype=dtype, device=device, memory_format=form)
 
 
 def as_laid_out(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the tensor, copied if it is not dense in this layout."""
+    """Return the tensor, copied if it is not dense in `layout`."""
     return tensor.contiguous(memory_format=_memory_format(layout, tensor.dim()))
 
 

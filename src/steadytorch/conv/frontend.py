@@ -1,4 +1,4 @@
-"""The optional cuDNN frontend package, and the target device of its queries."""
+"""Import the optional cuDNN frontend package, and describe devices to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadytorch.errors import UnsupportedError, first_line
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Target of plans: a device of this machine, or a description of another.
+    """Device that cuDNN plans are for: a device of this machine, or a described other device.
 
     Attributes:
         handle: cuDNN handle on the device; None for a description.
@@ -74,7 +74,7 @@ def version() -> int:
 
 
 def describe(properties: Mapping[str, Any]) -> Target:
-    """Make a target for another device; plans can be listed and built for it, but not run.
+    """Make a `Target` for another device, for which plans can be listed and built, but not run.
 
     Args:
         properties: device properties, by their names in cuDNN's JSON (cuDNN 9.8 or newer).

@@ -16,14 +16,14 @@ MOST = torch.finfo(torch.float16).max / HEADROOM
 
 
 def beyond_fp16(model: nn.Module, run: Callable[[], Any]) -> set[str]:
-    """Keys of problems with values that exceed fp16's range divided by `HEADROOM`.
+    """Keys of convolutions with values that exceed fp16's range divided by `HEADROOM`.
 
-    Input, residual, weight, bias and result of each call are checked; sums are kept in float32. The
-    result holds only for the inputs of this run. Verification and, in production, the canary check
-    others.
+    Input, residual, weight, bias and result of each call are checked; intermediate sums are kept in
+    float32. The returned keys are valid only for the inputs of this run. Other inputs are checked
+    by verification and, in production, by the canary.
 
     Args:
-        model: from `rewrite`.
+        model: a module from `rewrite`.
         run: calls the model.
     """
     found: set[str] = set()

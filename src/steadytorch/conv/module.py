@@ -1,4 +1,4 @@
-"""A convolution with fused epilogue as a module, run by a chosen engine."""
+"""Module that runs a convolution with fused epilogue by a chosen cuDNN engine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class EngineConv(nn.Module):
         geometry: stride, padding, dilation and groups.
         relu: whether to apply ReLU.
         label: name of the convolution in the original model.
-        problem: the problem for the traced inputs; None if it has no engines.
-        reason: why it has no engines, or None.
+        problem: the problem for the traced inputs; None if cuDNN has no engines for it.
+        reason: why cuDNN has no engines for the problem, or None.
 
     Attributes:
-        choice: how it is run; set by `choose`.
+        choice: how the convolution is run; set by `choose`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class EngineConv(nn.Module):
         self.eval()
 
     def choose(self, choice: Choice) -> None:
-        """Set the engine; pads or converts the weights if the choice requires it."""
+        """Set how the convolution runs; pads or converts the weights if `choice` requires it."""
         self.choice = choice
         self._call = CallCache(self.geometry, self.relu, choice.engine)
         weight, bias = self.weight.detach(), self.bias
@@ -71,7 +71,7 @@ class EngineConv(nn.Module):
 
     @property
     def geometry(self) -> Geometry:
-        """Stride, padding, dilation and groups."""
+        """Stride, padding, dilation and groups of the convolution."""
         return self.stride, self.padding, self.dilation, self.groups
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class EngineConv(nn.Module):
 def layer_geometry(layer: Any) -> Geometry | None:
     """Stride, padding, dilation and groups of a convolution layer.
 
-    None for other modules and for layers that engines cannot run; see `objection`.
+    The result is None for any module that engines cannot run; see `objection`.
     """
     if objection(layer) is not None:
         return None
@@ -107,7 +107,7 @@ def layer_geometry(layer: Any) -> Geometry | None:
 
 
 def objection(layer: Any) -> str | None:
-    """Why engines cannot run a layer for any input, or None."""
+    """Reason why engines cannot run a layer, whatever its input; None if they can."""
     # Exact types only: a subclass or parametrised layer may compute something else.
     if type(layer) not in _LAYERS:
         return f"a {type(layer).__name__}: engines are for Conv1d, Conv2d and Conv3d"
@@ -124,7 +124,7 @@ def convolves(layer: Any) -> bool:
 
 
 def misfit(x: Tensor, weight: Tensor) -> str | None:
-    """Why engines cannot run this input with this weight, or None."""
+    """Reason why engines cannot run this input with this weight; None if they can."""
     if x.dim() != weight.dim():
         return f"an input of {x.dim()} dimensions: engines need {weight.dim()}"
     if x.numel() == 0:
@@ -146,7 +146,7 @@ def _padding(layer: Any) -> tuple[int, ...] | None:
 
 
 def pad_channels(tensor: Tensor, added: int) -> Tensor:
-    """Pad the second dimension with zeros by `added` channels; keeps the layout."""
+    """Append `added` channels of zeros to the second dimension; keeps the memory layout."""
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, added]) if added else tensor
 
 
@@ -157,7 +157,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def engine_convolutions(module: nn.Module) -> list[EngineConv]:
-    """Convolutions of a rewritten module, in the order of the graph's calls."""
+    """List the convolutions of a rewritten module, in the order in which its graph calls them."""
     return [m for m in module.modules() if isinstance(m, EngineConv)]
 
 
@@ -167,7 +167,7 @@ def use(module: nn.Module, choices: dict[str, Choice]) -> None:
     Args:
         module: from `rewrite`.
         choices: choices by problem key. If empty, every convolution runs the first plan of cuDNN's
-            heuristics. Otherwise, a problem without a choice runs PyTorch's own.
+            heuristics. Otherwise, a problem without a choice runs PyTorch's own convolution.
     """
     default = Choice(ATEN) if choices else Choice()
     for convolution in engine_convolutions(module):

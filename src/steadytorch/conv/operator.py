@@ -1,9 +1,9 @@
 """The operator `conv_engine`: runs a convolution with a chosen engine, or falls back to PyTorch.
 
 `torch.ops.steadytorch.conv_engine` works in eager mode, in CUDA graphs, and as one operator under
-`torch.compile` and `torch.export`. A plan that is missing, fails to build or does not fit the
-tensors is not an error: PyTorch runs that convolution, and `executables.MISSES` and the log give
-the reason.
+`torch.compile` and `torch.export`. If a plan is missing, fails to build or does not fit the
+tensors, PyTorch runs the convolution. `executables.MISSES` and the log give the reason for each
+fallback.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def runner_of(
     relu: bool,
     engine: str,
 ) -> Runner:
-    """Get this thread's runner for a call and for all calls with the same shapes and layouts.
+    """Get this thread's runner for convolution calls with these shapes, layouts and settings.
 
     Args:
         x: the input.
@@ -188,7 +188,7 @@ def grad_runner(
     layout: Layout,
     engine: str,
 ) -> Runner:
-    """Make the runner of a gradient: the engine's, or PyTorch's if the engine cannot serve it."""
+    """Make the runner of a gradient: the engine, or PyTorch if the engine cannot compute it."""
 
     def fallback(a: Tensor, b: Tensor, *unused: Tensor | None) -> Tensor:
         return as_laid_out(aten_conv_grad(a, b, shapes, geometry, operation, layout), layout)
@@ -272,7 +272,7 @@ def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _grad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Second-order gradients by PyTorch's operators; both operations are bilinear."""
+    """Compute second-order gradients by PyTorch's operators; dgrad and wgrad are bilinear."""
     first, second = ctx.saved_tensors
     needs, operands = ctx.needs_input_grad, (ctx.shapes, ctx.geometry)
     one = two = None
@@ -300,7 +300,7 @@ conv_engine: Any = torch.ops.steadytorch.conv_engine
 
 
 class _Directly(torch.autograd.Function):
-    """Bypasses the dispatcher, which takes more than half of the operator's host time."""
+    """Runs `conv_engine` without the dispatcher, which takes over half of its host time."""
 
     # No separate `setup_context`: PyTorch would inspect the signature of `forward` at each call.
     @staticmethod
@@ -318,10 +318,10 @@ class _Directly(torch.autograd.Function):
 
 
 def observed(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call must go through the dispatcher.
+    """Whether a call of `conv_engine` must go through PyTorch's dispatcher.
 
-    True under a compiler, dispatch mode, `torch.func` transform or profiler, and for tensor
-    subclasses.
+    The result is True under a compiler, dispatch mode, `torch.func` transform or profiler, and for
+    tensor subclasses.
     """
     return bool(
         torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""A convolution problem: one convolution with everything that determines its engines."""
+"""Convolution problem: the operation, shapes and types that determine the cuDNN engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_SPATIAL = 3
 
 
 class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One convolution; problems with equal fields have the same engines.
+    """One convolution problem; problems with equal fields have the same cuDNN engines.
 
     Attributes:
         operation: forward (fprop), or the gradient of the input (dgrad) or of the weight (wgrad).
@@ -90,7 +90,7 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def output(self) -> tuple[int, ...]:
-        """N, K and the spatial sizes of the forward output."""
+        """Shape of the forward output: N, K (output channels) and the spatial sizes."""
         sizes = zip(
             self.input[2:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True
         )
@@ -99,21 +99,21 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def result(self) -> tuple[int, ...]:
-        """Shape of the result of `operation`: the output or the gradient."""
+        """Shape of the tensor that `operation` computes: the output or a gradient."""
         computed = {"fprop": self.output, "dgrad": self.input, "wgrad": self.weight}
         return computed[self.operation]
 
     @property
     def operations(self) -> int:
-        """Number of multiplications and additions, two per product."""
+        """Number of floating-point operations; a multiply-add counts as two."""
         return 2 * math.prod(self.output) * math.prod(self.weight[1:])
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes read and written if each element moves once.
+        """Minimum memory traffic in bytes: each element is read or written once.
 
-        Only input elements under the kernel are counted as read; the input's gradient is written
-        completely.
+        Of the input, only elements that the convolution kernel visits are counted; an input
+        gradient (dgrad) counts in full.
         """
         output = math.prod(self.output)
         outer, spatial = math.prod(self.input[:2]), self.input[2:]
@@ -142,7 +142,7 @@ class ConvProblem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """The problem as text, the key of stored choices; see `parse`."""
+        """Text form of the problem, under which its chosen engine is stored; `parse` reads it."""
         parts = (
             *(self.operation, self.epilogue, self.number, self.layout),
             f"i{_joined(self.input)}",
@@ -196,7 +196,7 @@ def strides(shape: Sequence[int], layout: Layout) -> list[int]:
 
 
 def _seen(size: int, taps: int, stride: int, padding: int, dilation: int, outputs: int) -> int:
-    """Number of positions along an input axis that some output reads."""
+    """Number of positions along an input axis that at least one output element reads."""
     under = np.zeros(size, bool)
     for tap in range(taps):
         first = tap * dilation - padding

@@ -1,8 +1,8 @@
 """Fuse convolutions with their batch norm, bias, residual add and ReLU, in a torch.fx graph.
 
-For inference only. Fusion keeps results up to rounding. A convolution is fused with the following
-steps only if each intermediate value has one reader, shapes and dtypes agree, and nothing between
-the first and the last fused step writes to a tensor.
+For inference only. Fusion changes results only by rounding. A convolution is fused with later
+operations only if each intermediate value has one reader, and shapes and dtypes agree. Unfused
+operations between the first and the last fused operation must not write to tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Found(NamedTuple):
 def rewrite(
     traced: fx.GraphModule, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.GraphModule:
-    """Fuse the convolutions of a traced model, in place.
+    """Fuse the convolutions of a traced model with the operations that follow them, in place.
 
     Runs the model once without gradients, to record shapes, dtypes and layouts.
 
@@ -60,9 +60,8 @@ def rewrite(
         inputs: positional arguments; the result holds for their shapes and layouts.
         kwargs: keyword arguments, likewise.
 
-    Returns:
-        `traced`, with eligible convolutions replaced by `EngineConv`. They run PyTorch's own until
-        engines are chosen (`module.use`).
+    Returns: `traced`, with eligible convolutions replaced by `EngineConv`. They run PyTorch's
+    implementation until engines are chosen (`module.use`).
     """
     _Recorder(traced).record(inputs, kwargs)
     _drop_identities(traced)
@@ -75,7 +74,7 @@ def rewrite(
 
 
 def left_out(model: nn.Module) -> dict[str, list[str]]:
-    """List the convolutions of a rewritten model that engines cannot run.
+    """List the convolutions of a rewritten model that cuDNN engines cannot run.
 
     Args:
         model: a model from `rewrite`, or one that contains such a module.
@@ -121,7 +120,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _placed(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Values for the graph's placeholders, in order."""
+    """Argument values for the graph's placeholders, in order."""
     waiting, placed = list(inputs), []
     for node in module.graph.nodes:
         if node.op != "placeholder":
@@ -175,7 +174,7 @@ def _find(traced: fx.GraphModule) -> Iterator[_Found]:
 
 
 def _objection(node: fx.Node, modules: Mapping[str, Any]) -> str | None:
-    """Why a module call cannot be replaced, or None."""
+    """Reason why a module call cannot be replaced by `EngineConv`; None if it can."""
     module, seen = modules[str(node.target)], node.meta.get(_SEEN)
     if (reason := objection(module)) is not None:
         return reason
@@ -204,7 +203,7 @@ def _norm_after(node: fx.Node, modules: Mapping[str, Any]) -> fx.Node | None:
 def _add_after(
     node: fx.Node, order: dict[fx.Node, int], taken: set[fx.Node]
 ) -> tuple[fx.Node | None, fx.Node | None]:
-    """Find an add of `node` and a tensor of the same shape and dtype; return both."""
+    """Find the addition of `node` to a tensor of equal shape and dtype; return both nodes."""
     user = _sole_user(node)
     if user is None or user in taken or user.kwargs or len(user.args) != 2:
         return None, None
@@ -250,9 +249,10 @@ def _sole_user(node: fx.Node) -> fx.Node | None:
 def _quiet(
     found: _Found, nodes: list[fx.Node], order: dict[fx.Node, int], modules: Mapping[str, Any]
 ) -> bool:
-    """Whether nothing between the convolution and the last fused step may write to a tensor.
+    """Whether no unfused node from the convolution to the last fused node may write to a tensor.
 
-    The fused operator reads its input at the position of the last step.
+    The fused operator runs at the position of the last fused node, so its input must not change
+    before.
     """
     between = nodes[order[found.conv] + 1 : order[found.last]]
     return not any(may_write(node, modules) for node in between if node not in found.nodes)
@@ -287,7 +287,7 @@ def _replace(traced: fx.GraphModule, found: _Found, name: str) -> None:
 def _problem(
     source: fx.Node, weight: Tensor, biased: bool, found: _Found, geometry: Geometry
 ) -> tuple[ConvProblem | None, str | None]:
-    """The problem, or the reason why there is none."""
+    """Return the convolution problem, or the reason why engines do not support it."""
     seen: Tensor = source.meta[_SEEN]
     stored = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     fused = (biased, found.other is not None, found.relu is not None)
@@ -298,7 +298,7 @@ def _problem(
 
 
 def _folded(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Fold a batch norm into weight and bias, in float64, rounded once."""
+    """Fold a batch norm into the convolution's weight and bias, in float64, rounded once."""
     with torch.inference_mode(False), torch.no_grad():
         wide = [
             None if t is None else t.detach().double()

@@ -1,6 +1,6 @@
 """Time several ways to compute one convolution side by side, each recorded as a CUDA graph.
 
-A graph is one launch, so the device is timed and not the host.
+A graph replay takes one launch, so host overhead does not affect the times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def device_answers() -> bool:
 
 
 def barred(found: Measured, fault: Exception) -> Measured:
-    """Exclude an engine that raised, with its message as the reason.
+    """Mark an engine that raised as excluded; the exception's message becomes the reason.
 
     Raises:
         UnsupportedError: the fault made the device unusable for this process.
@@ -60,7 +60,7 @@ def barred(found: Measured, fault: Exception) -> Measured:
 
 
 class Arm:
-    """One way to compute the convolution: a built plan, or PyTorch's own.
+    """One way to compute the convolution: a built cuDNN plan, or PyTorch's implementation.
 
     Args:
         found: its measurements so far.
@@ -80,7 +80,7 @@ class Arm:
         self.times_ns: list[float] = []
 
     def record(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Warm up and record on a stream, with memory from a pool."""
+        """Warm up the arm, then record it as a CUDA graph on `stream` with memory from `pool`."""
         if self._thread is None:
             self._record(stream, pool)
             return
@@ -104,11 +104,11 @@ class Arm:
         self.run = graph.replay
 
     def block_ns(self, flush: Flush | None, lead: Lead) -> float:
-        """Median time of a block; see `blocks.block_ns`."""
+        """Median time of a run in one block of runs, in ns; see `blocks.block_ns`."""
         return block_ns(self.run, flush, lead)
 
     def summary(self) -> Measured:
-        """Its measurements, with times unless it is excluded."""
+        """The arm's measurements; they include times unless the arm is excluded."""
         if self.found.excluded is not None:
             return self.found
         low, median, high = np.quantile(self.times_ns, [0.25, 0.5, 0.75])
@@ -121,9 +121,9 @@ class Arm:
 
 
 def by_pytorch(given: ProblemTensors, error: float) -> list[Arm]:
-    """Make the arms of PyTorch's default and of its benchmark mode.
+    """Make two candidates (arms) that run PyTorch's convolution: default and benchmark mode.
 
-    PyTorch caches its choice per thread, so each arm gets a new thread.
+    PyTorch caches its choice of algorithm per thread, so each arm gets a new thread.
     """
 
     def benchmarked() -> None:
@@ -207,11 +207,11 @@ def take_rounds(
     stop: Callable[[], bool],
     incumbent: str | None = None,
 ) -> None:
-    """Screen arms, then race those near the fastest.
+    """Time all candidates (arms) in screening rounds, then race those near the fastest.
 
-    PyTorch's own arms are screened to the end, because they are shown. The incumbent always races,
-    because its replacement must be proved by pairs. An arm that raises is excluded with the reason,
-    and the others race again.
+    PyTorch's own arms take part in every screening round, because their times are reported. The
+    incumbent always enters the race, because replacing it requires paired measurements. If an arm
+    raises, it is excluded with the reason, and the race restarts without it.
 
     Args:
         arms: recorded arms; their `times_ns` are filled in the order of the rounds.
@@ -239,7 +239,7 @@ def take_rounds(
 
 
 class _ArmError(Exception):
-    """An arm raised and has been excluded."""
+    """An arm raised an exception and has been excluded."""
 
 
 def _block_ns(arm: Arm, flush: Flush | None, lead: Lead) -> float:
@@ -251,7 +251,7 @@ def _block_ns(arm: Arm, flush: Flush | None, lead: Lead) -> float:
 
 
 def _within(factor: float, arms: Sequence[Arm], kept: Sequence[str | None]) -> list[Arm]:
-    """Arms within a factor of the fastest, and those whose choice is in `kept`."""
+    """Arms whose median time is within `factor` of the fastest, or whose choice is in `kept`."""
     medians = {arm: float(np.median(arm.times_ns)) for arm in arms if arm.found.excluded is None}
     fastest = min(medians.values(), default=0.0)
     return [

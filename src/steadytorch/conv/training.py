@@ -1,7 +1,7 @@
-"""Engines for training: the forward pass and both gradients of each convolution.
+"""cuDNN engines for training: the forward pass and both gradients of each convolution.
 
-Layers keep their parameters, hooks and names; only the call changes. Only the bias is fused. A
-convolution without a chosen engine runs PyTorch's own.
+Convolution layers keep their parameters, hooks and names; only their computation changes. Only the
+bias is fused. See `Engines` for convolutions without a chosen engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWN: Passes = (ATEN, ATEN, ATEN)
 
 
 class SharedProblem(NamedTuple):
-    """The fields that the three problems of one convolution share; see `ConvProblem`."""
+    """Fields shared by the forward, dgrad and wgrad problems of one convolution."""
 
     number: Number
     layout: Layout
@@ -41,18 +41,17 @@ class SharedProblem(NamedTuple):
     biased: bool
 
     def problem(self, operation: Operation) -> ConvProblem:
-        """The problem of one pass; only the forward pass includes the bias."""
+        """Convolution problem of one pass; only the forward pass includes the bias."""
         epilogue = "bias" if self.biased and operation == "fprop" else "none"
         return ConvProblem(operation, epilogue, *self[:-1])
 
 
 class Engines:
-    """The engines of a model's convolutions.
+    """Engines chosen for the convolutions of a model.
 
-    Args:
-        choices: choices by problem key. If empty, every pass runs the first plan of cuDNN's
-            heuristics. Otherwise, a problem without a choice runs PyTorch's own. Choices that
-            change weights or fuse more than the bias are ignored; they are for inference.
+    Args: choices: choices by problem key. If empty, every pass runs the first plan of cuDNN's
+    heuristics. Otherwise, a problem without a choice runs PyTorch's implementation. Choices that
+    change weights or fuse more than the bias are ignored; they are for inference.
     """
 
     def __init__(self, choices: Mapping[str, Choice]) -> None:
@@ -78,7 +77,7 @@ class Engines:
             self._chosen[shared] = (passes["fprop"], passes["dgrad"], passes["wgrad"])
 
     def of(self, label: str, shared: SharedProblem, x: Tensor, weight: Tensor) -> Passes:
-        """Engines of a convolution that is about to run.
+        """Engines for the three passes of a convolution that is about to run.
 
         Args:
             label: name of its layer.
@@ -89,15 +88,15 @@ class Engines:
         return self._chosen.get(shared, self._default)
 
     def of_unsupported(self, label: str, x: Tensor, weight: Tensor) -> Passes:
-        """Like `of`, for a call that is not a supported problem."""
+        """Use PyTorch's implementation for all passes of a call that engines do not support."""
         return _OWN
 
     def leave(self, label: str, reason: str) -> None:
-        """Called for a convolution that engines cannot run, with the reason."""
+        """Hook that receives each convolution layer that engines cannot run, with the reason."""
 
 
 class ProblemRecorder(Engines):
-    """Runs every convolution by PyTorch and records the problems of a step.
+    """Runs every convolution in PyTorch and records the convolution problems of a training step.
 
     Attributes:
         found: distinct problems in order, with the names of their layers.
@@ -110,7 +109,7 @@ class ProblemRecorder(Engines):
         self.left_out: dict[str, list[str]] = {}
 
     def of(self, label: str, shared: SharedProblem, x: Tensor, weight: Tensor) -> Passes:
-        """Record the passes of this call; a gradient counts if its tensor requires one."""
+        """Record the problems of a call: the forward pass, and each gradient that is required."""
         recorded = torch.is_grad_enabled()
         needs = (True, recorded and x.requires_grad, recorded and weight.requires_grad)
         for operation, needed in zip(OPERATIONS, needs, strict=True):
@@ -119,12 +118,12 @@ class ProblemRecorder(Engines):
         return _OWN
 
     def of_unsupported(self, label: str, x: Tensor, weight: Tensor) -> Passes:
-        """Record the call with the reason."""
+        """Record the layer of an unsupported call, with the reason."""
         self.leave(label, misfit(x, weight) or f"no engines for {x.dtype}")
         return _OWN
 
     def leave(self, label: str, reason: str) -> None:
-        """Record the layer under the reason."""
+        """Record a layer that engines cannot run, under the reason."""
         self.left_out.setdefault(reason, []).append(label)
 
 
@@ -137,10 +136,10 @@ class _Way(NamedTuple):
 
 
 class _EngineLayer:
-    """Mixin that runs a convolution layer by engines; precedes PyTorch's class in the MRO.
+    """Mixin that runs a convolution layer on engines; precedes PyTorch's class in the MRO.
 
-    In 16 bits, `torch.compile` captures it completely. In float32 it breaks the graph, because the
-    TF32 setting must be read at each call.
+    With 16-bit tensors, `torch.compile` captures the layer without a graph break. In float32, the
+    layer breaks the graph, because the TF32 setting must be read at each call.
     """
 
     steady_way: _Way
@@ -161,15 +160,15 @@ class _EngineLayer:
 
 
 class EngineConv1d(_EngineLayer, nn.Conv1d):
-    """`nn.Conv1d` by engines."""
+    """`nn.Conv1d` that runs on engines."""
 
 
 class EngineConv2d(_EngineLayer, nn.Conv2d):
-    """`nn.Conv2d` by engines."""
+    """`nn.Conv2d` that runs on engines."""
 
 
 class EngineConv3d(_EngineLayer, nn.Conv3d):
-    """`nn.Conv3d` by engines."""
+    """`nn.Conv3d` that runs on engines."""
 
 
 _KINDS: dict[type, Any] = {
@@ -180,7 +179,7 @@ _KINDS: dict[type, Any] = {
 
 
 def equip(model: ModuleT, engines: Engines) -> ModuleT:
-    """Make the convolutions of a model run by engines.
+    """Make the convolutions of a model run on cuDNN engines.
 
     Args:
         model: changed in place; parameters, buffers and names stay the same.
@@ -202,7 +201,7 @@ def equip(model: ModuleT, engines: Engines) -> ModuleT:
 def _shared_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> SharedProblem | None:
-    """The problem of a call; None if PyTorch must run or reject it."""
+    """Problem fields of a convolution call; None if the call must be left to PyTorch."""
     number = number_of(x.dtype)
     fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
     if number is None or not fitting or misfit(x, weight) is not None:
@@ -216,7 +215,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_autocast(*tensors: Tensor | None) -> Any:
-    """Cast tensors as autocast does for a convolution, if it is enabled."""
+    """If autocast is enabled, cast tensors as autocast does for a convolution."""
     given = tensors[0]
     if given is None or not torch.is_autocast_enabled(given.device.type):
         return tensors

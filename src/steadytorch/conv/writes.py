@@ -15,7 +15,7 @@ _IN_PLACE |= {operator.setitem, operator.ifloordiv, operator.imod, operator.imat
 
 
 def may_write(node: fx.Node, modules: Mapping[str, Any]) -> bool:
-    """Whether a node may write to one of its arguments; unknown nodes may.
+    """Whether a node may write to one of its arguments; unknown operations count as writing.
 
     Args:
         node: a node of a traced graph.
@@ -49,7 +49,7 @@ def _is_said_to_write(target: Any) -> bool:
 
 
 def _asked_in_place(node: fx.Node) -> bool:
-    """Whether the argument `inplace` is true, as keyword or positional argument."""
+    """Whether a call passes `inplace=True`, by keyword or by position."""
     target: Any = node.target
     try:
         given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
@@ -59,5 +59,5 @@ def _asked_in_place(node: fx.Node) -> bool:
 
 
 def hooked(module: Any) -> bool:
-    """Whether a layer has hooks, which may read or replace its input or output."""
+    """Whether a layer has forward hooks, which may read or replace its input or output."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,1 +1,1 @@
-"""Everything that asks the driver, the operating system or PyTorch about the machine."""
+"""Observations of the machine, from the driver, the operating system and PyTorch."""

@@ -1,4 +1,4 @@
-"""Telemetry sources of a recorder: the operating system, the GPU and PyTorch's own counters.
+"""Telemetry channels of the recorder: the operating system, the GPU and PyTorch's counters.
 
 A channel raises if it cannot be read; the recorder then drops it and keeps the reason.
 """
@@ -29,11 +29,11 @@ _ENOUGH_READINGS = 10  # over ten ticks, even one core's counters at 100 Hz must
 
 
 class Channel(Protocol):
-    """One source of one or more columns."""
+    """Telemetry source that fills one or more columns of a recording."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Columns of the recording that `read` fills, in its order."""
+        """Names of the columns that `read` fills, in order."""
         ...
 
     def read(self) -> Sequence[int]:
@@ -41,12 +41,12 @@ class Channel(Protocol):
         ...
 
     def doubts(self) -> dict[str, str]:
-        """Fields whose values are meaningless, with the reason; called after the last tick."""
+        """Report fields with invalid values, with the reason; called after the last tick."""
         ...
 
 
 class ProcessUsage:
-    """Context switches and page faults of this process, without those of the recorder's thread."""
+    """Context switches and page faults of this process, excluding the recorder's thread."""
 
     fields = ("voluntary_switches", "involuntary_switches", "minor_faults", "major_faults")
 
@@ -60,7 +60,7 @@ class ProcessUsage:
         self._resource: Any = resource
 
     def read(self) -> Sequence[int]:
-        """Read the four counts; each getrusage call takes under 1 us."""
+        """Read the counts of switches and faults; each getrusage call takes under 1 us."""
         whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
         own = self._resource.getrusage(self._resource.RUSAGE_THREAD)
         return (
@@ -71,7 +71,7 @@ class ProcessUsage:
         )
 
     def doubts(self) -> dict[str, str]:
-        """Counters that some sandboxes leave at zero."""
+        """Report counters that stay at zero, as in some sandboxes."""
         # The recorder's thread waits between ticks, so true counts are not zero.
         whole = self._resource.getrusage(self._resource.RUSAGE_SELF)
         reason = "the kernel's counters stay at zero, as in some sandboxes"
@@ -81,7 +81,7 @@ class ProcessUsage:
 
 
 class RunQueue:
-    """Exact time that one thread waited for a core, from the scheduler.
+    """Exact time that one thread waited for a core, as counted by the kernel's scheduler.
 
     Args:
         thread_id: kernel ID of the thread.
@@ -102,16 +102,16 @@ class RunQueue:
         return (wait_ns,)
 
     def doubts(self) -> dict[str, str]:
-        """The waiting time, if the kernel reports no run time either."""
+        """Report the waiting time as invalid if the kernel reports no run time either."""
         return {} if self._run_ns else {"wait_ns": _UNTIMED}
 
 
 class PoolQueue:
-    """Longest time that another native thread of this process waited for a core.
+    """Longest time that a native worker thread of this process waited for a core.
 
-    These are above all PyTorch's OpenMP threads: they meet at the end of each parallel operator, so
-    that one without a core holds up all. Threads of Python and the measured one are left out. A
-    thread counts from the first look at it.
+    Most native worker threads belong to PyTorch's OpenMP pool. OpenMP threads synchronise at the
+    end of each parallel operator, so one thread without a core delays all. Python threads and the
+    measured thread are excluded. Waiting time counts from a thread's first reading.
 
     Args:
         thread_id: kernel ID of the measured thread.
@@ -135,7 +135,7 @@ class PoolQueue:
             os.close(self._files.popitem()[1])
 
     def _look(self) -> None:
-        """Opens the files of threads that are new."""
+        """Open the schedstat files of new threads."""
         try:
             found = sorted(map(int, os.listdir(self._tasks)))
         except OSError as error:
@@ -148,7 +148,7 @@ class PoolQueue:
                 self._files[thread] = os.open(self._tasks / f"{thread}/schedstat", os.O_RDONLY)
 
     def read(self) -> Sequence[int]:
-        """Longest waiting time so far in ns; 2 us for each thread."""
+        """Longest waiting time so far in ns; reading it takes 2 us per thread."""
         self._reads += 1
         if self._reads % self.LOOK_EVERY == 0:
             self._look()
@@ -164,21 +164,21 @@ class PoolQueue:
         return (self._longest,)
 
     def doubts(self) -> dict[str, str]:
-        """The waiting time, if there is no such thread or the kernel reports no run time."""
+        """Report the time as invalid without native threads, or if the kernel has no run times."""
         if not self._first:
             return {"pool_wait_ns": "does not apply: the process has no native threads"}
         return {} if self._run_ns else {"pool_wait_ns": _UNTIMED}
 
 
 class ResidentMemory:
-    """Resident memory of this process, without pages of files and shared memory.
+    """Resident memory of this process, excluding file-backed and shared pages.
 
-    The kernel drops pages of files, such as code, and reads them again: their number rises without
-    a leak. Source: "/proc/pid/statm" in proc(5), resident less shared pages.
+    File-backed pages, such as code, can grow without a leak, because the kernel evicts and reloads
+    them. Source: "/proc/pid/statm" in proc(5), resident minus shared pages.
 
-    The free part of the heap is what glibc's malloc holds and the process does not use
-    (mallinfo2(3), fordblks). glibc walks its free chunks for it, 0.5 ms for 2,000 of them; so it is
-    read again only after memory grew by `STEP_BYTES`.
+    Free heap bytes are held by glibc's malloc but unused by the process (mallinfo2(3), fordblks).
+    Reading the free heap bytes takes 0.5 ms for 2,000 free chunks, so it is repeated only after
+    resident memory grew by `STEP_BYTES`.
 
     Args:
         stack: closes the file.
@@ -197,7 +197,7 @@ class ResidentMemory:
         self._free = self._most = 0
 
     def read(self) -> Sequence[int]:
-        """Resident bytes, and free bytes of the heap when these last grew."""
+        """Resident bytes, and free heap bytes as of the last growth of resident memory."""
         whole, shared = map(int, os.pread(self._file, 80, 0).split()[1:3])
         resident = (whole - shared) * self._page
         if self._heap is not None and resident >= self._most + self.STEP_BYTES:
@@ -205,7 +205,7 @@ class ResidentMemory:
         return resident, self._free
 
     def doubts(self) -> dict[str, str]:
-        """The heap, under other C libraries than glibc 2.33 or later."""
+        """Report the free heap bytes as invalid without glibc 2.33 or later."""
         reason = "the C library has no mallinfo2"
         return {} if self._heap is not None else {"heap_free_bytes": reason}
 
@@ -226,7 +226,7 @@ class CpuTimes:
         self._first = self._last = self._readings = 0
 
     def read(self) -> Sequence[int]:
-        """Stolen time and iowait in ns."""
+        """Stolen CPU time and disk wait (iowait) in ns."""
         line = os.pread(self._file, 256, 0).split(b"\n", 1)[0].split()
         steps = [int(field) for field in line[1:9]]
         if line[:1] != [b"cpu"] or len(steps) < 8 or not sum(steps):
@@ -237,14 +237,14 @@ class CpuTimes:
         return steps[7] * self._step_ns, steps[4] * self._step_ns
 
     def doubts(self) -> dict[str, str]:
-        """Counters that never advance, as in some sandboxes."""
+        """Report both counters as invalid if they never advance, as in some sandboxes."""
         if self._last > self._first or self._readings < _ENOUGH_READINGS:
             return {}
         return dict.fromkeys(self.fields, "the kernel's CPU time counters do not advance")
 
 
 class Compilations:
-    """Frames that torch.compile began to compile; zero until it is loaded."""
+    """Number of frames that torch.compile began to compile; zero until torch.compile is loaded."""
 
     fields = ("compilations",)
 
@@ -252,7 +252,7 @@ class Compilations:
         self._last = self._count = 0
 
     def read(self) -> Sequence[int]:
-        """Count so far; survives resets of PyTorch's counters."""
+        """Number of compilations so far; unaffected by resets of PyTorch's counters."""
         counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
         now = int(counters.get("frames", {}).get("total", 0))
         self._count += now - self._last if now >= self._last else now
@@ -260,14 +260,14 @@ class Compilations:
         return (self._count,)
 
     def doubts(self) -> dict[str, str]:
-        """The count, if torch.compile was never loaded."""
+        """Report the count as invalid if torch.compile was never loaded."""
         if "torch._dynamo.utils" in sys.modules:
             return {}
         return {"compilations": "does not apply: torch.compile is not in use"}
 
 
 class Allocator:
-    """Calls of PyTorch's CUDA allocator to the driver; zero until CUDA is initialised.
+    """Retries and driver calls of PyTorch's CUDA allocator; zero until CUDA is initialised.
 
     Args:
         index: CUDA index of the device.
@@ -280,7 +280,7 @@ class Allocator:
         self._seen = False
 
     def read(self) -> Sequence[int]:
-        """Retries, and segments allocated or freed; does not initialise CUDA."""
+        """Number of retries, and of segments allocated or freed; does not initialise CUDA."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return 0, 0
@@ -291,13 +291,13 @@ class Allocator:
         return counts.get("num_alloc_retries", 0), calls
 
     def doubts(self) -> dict[str, str]:
-        """Both counts, if CUDA was never initialised."""
+        """Report both counts as invalid if CUDA was never initialised."""
         reason = "CUDA is not initialised in this process"
         return {} if self._seen else dict.fromkeys(self.fields, reason)
 
 
 class GpuReading:
-    """One NVML reading of the GPU.
+    """Channel for one NVML reading of the GPU, such as the SM clock.
 
     Args:
         field: the column to fill.
@@ -313,7 +313,7 @@ class GpuReading:
         return (self._reading(),)
 
     def doubts(self) -> dict[str, str]:
-        """Nothing: NVML raises for values it cannot supply."""
+        """Report nothing: NVML raises for values that it cannot supply."""
         return {}
 
 
@@ -333,7 +333,7 @@ class Neighbours:
         self._others = 0
 
     def read(self) -> Sequence[int]:
-        """Current count; cached until the process list changes, as finding own PIDs takes ms."""
+        """Number of other processes; recounted only if the driver's process list changes."""
         listed = (holds_context(self._index), *self._gpu.compute_pids())
         if listed != self._listed:
             has_context, *pids = listed
@@ -342,12 +342,12 @@ class Neighbours:
         return (self._others,)
 
     def doubts(self) -> dict[str, str]:
-        """Nothing: `read` raises on an implausible list."""
+        """Report nothing: `read` raises on an implausible process list."""
         return {}
 
 
 class _Heap(ctypes.Structure):
-    """struct mallinfo2 of glibc."""
+    """The `mallinfo2` struct of glibc."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -359,7 +359,7 @@ class _Heap(ctypes.Structure):
 
 
 def ticks_between(channel: Channel) -> int:
-    """Ticks from one read of the channel to the next; its values are held in between."""
+    """Number of ticks from one read of a channel to the next; its values repeat in between."""
     return READ_EVERY.get(channel.fields[0], 1)
 
 
@@ -372,7 +372,7 @@ def open_channels(
     library: Any = None,
     root: Path = host.ROOT,
 ) -> list[Channel]:
-    """Open every available channel; the reason for a missing one goes to `readings`.
+    """Open every available channel; the reasons for missing channels go to `readings`.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
@@ -428,7 +428,7 @@ def _gpu_channels(index: int, stack: ExitStack, readings: Readings, library: Any
 
 
 def _open(path: Path, stack: ExitStack) -> int:
-    """Open a file to be kept open: reopening it at each tick would cost ten times as much."""
+    """Open a file once for all ticks; reopening it at each tick would cost ten times as much."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:

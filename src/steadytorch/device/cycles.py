@@ -1,8 +1,8 @@
-"""SM clock over milliseconds, from the SMs' own cycle counters.
+"""SM clock, averaged over milliseconds, from the SMs' cycle counters.
 
-NVML is too slow for this: it takes about 45 ms for one instantaneous clock, while a power limit
-moves the clock every 10 ms or so. The cycle counter ticks with the clock itself. Cycles between two
-readings, divided by the time between them, give the mean clock.
+NVML is too slow to follow the SM clock. One instantaneous NVML reading takes about 45 ms, while a
+power limit moves the clock about every 10 ms. A cycle counter advances once per cycle of the SM
+clock. Cycles between two readings, divided by the time between them, give the mean clock.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ The driver compiles the PTX for the GPU at hand. Source: "Special Registers", PT
 
 
 class CycleCounter:
-    """Reads the cycle counters with small kernels, launched between other kernels of a stream.
+    """Reads the SMs' cycle counters with small kernels, launched between a stream's other kernels.
 
-    Each kernel has as many blocks as the device has SMs; several blocks may land on one SM.
+    Each reading kernel has as many blocks as the device has SMs; several blocks may land on one SM.
 
     Args:
         driver: the CUDA driver library; None if there is none.
@@ -73,7 +73,7 @@ class CycleCounter:
         self._values = (ctypes.c_void_p * 1)(ctypes.addressof(self._row))
 
     def read(self, place: int, stream: int) -> bool:
-        """Enqueue a reading; return False if the launch fails or `place` is out of range.
+        """Enqueue a counter reading; return False if the launch fails or `place` is out of range.
 
         Args:
             place: index of the reading, below `MOST`.
@@ -88,7 +88,7 @@ class CycleCounter:
         return self._driver.cuLaunchKernel(*asked) == 0
 
     def clocks_mhz(self, count: int) -> np.ndarray:
-        """SM clock between the first `count` readings; waits for the current stream.
+        """SM clocks between the first `count` readings; waits for the current stream.
 
         Args:
             count: number of readings.
@@ -100,7 +100,7 @@ class CycleCounter:
 
 
 def clocks_mhz(rows: np.ndarray) -> np.ndarray:
-    """SM clock between neighbouring readings: the median over the SMs seen in both.
+    """SM clock between consecutive readings: the median over the SMs seen in both readings.
 
     Args:
         rows: time in ns, cycle count and SM index of each block, int64, shape

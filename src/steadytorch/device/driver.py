@@ -9,7 +9,7 @@ from typing import Any
 
 @cache
 def cuda_driver() -> Any:
-    """The driver library; None if it is missing (AMD, CPU only)."""
+    """Load the CUDA driver library; return None if it is missing (AMD, CPU only)."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -20,7 +20,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton")
 
 
 def parse_device(device: str) -> tuple[str, int]:
-    """Split "cpu", "cuda" or "cuda:1" into kind and index (0 by default).
+    """Split a device name such as "cpu" or "cuda:1" into kind and index (0 by default).
 
     Raises:
         UsageError: `device` has another form.
@@ -62,7 +62,7 @@ def resolve_device(request: str) -> str:
 def load_facts(device: str, *, library: Any = None) -> DeviceFacts:
     """Collect facts about the machine, without privileges or network.
 
-    A field that cannot be read does not affect the others.
+    An unreadable field becomes None, with a reason; the other fields are unaffected.
 
     Args:
         device: "cpu", "cuda" or "cuda:i"; the fields of a missing GPU stay unknown.

@@ -1,7 +1,7 @@
 """Facts about the processor and its limits, from /proc, /sys and cgroups.
 
-Each function raises `NotObservable` if its source is missing. `root` replaces the root of the file
-system, so that tests can read recorded trees.
+Functions raise `NotObservable` if the source of a fact is missing. The argument `root` replaces the
+root of the file system, so that tests can read recorded files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def saturates_int8(root: Path = ROOT) -> bool:
-    """Whether sums of two int8 products saturate at 16 bits: on x86 without VNNI.
+    """Whether sums of two int8 products saturate at 16 bits, as on x86 without VNNI.
 
     Source: "Choosing parameters for CPU inference" in `onnxruntime.quantization.quantize_static`.
     """
@@ -57,7 +57,7 @@ def allowed_cpus() -> frozenset[int]:
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPU quota of this process in cores, e.g. 1.5; None if there is no quota.
 
-    Supports cgroup v2 and v1. The tightest limit of the group and its ancestors applies.
+    Supports cgroup v2 and v1. The tightest limit of the process's cgroup and its ancestors applies.
     """
     groups = list(_cpu_groups(root))
     if not groups:
@@ -69,7 +69,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def throttled_periods(root: Path = ROOT) -> int:
     """Number of periods in which a CPU quota throttled this process (nr_throttled).
 
-    The highest count of the group and its ancestors is returned.
+    Returns the highest count of the process's cgroup and its ancestors.
     """
     counts = []
     for group in _cpu_groups(root):
@@ -102,7 +102,7 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
 
 
 def _group_quota(group: Path) -> float | None:
-    """Quota of one cgroup in cores; None if it sets none."""
+    """CPU quota of one cgroup in cores; None if the cgroup has no quota."""
     if (group / "cpu.max").is_file():
         limit, period = read_text(group / "cpu.max").split()
         return None if limit == "max" else int(limit) / int(period)
@@ -114,7 +114,7 @@ def _group_quota(group: Path) -> float | None:
 
 
 def usable_logical_cores(root: Path = ROOT) -> int:
-    """Logical cores this process can keep busy: its affinity, capped by its quota rounded down."""
+    """Number of logical cores this process can use: affinity, capped by its quota, rounded down."""
     allowed = len(allowed_cpus())
     try:
         quota = cpu_quota(root)
@@ -124,7 +124,7 @@ def usable_logical_cores(root: Path = ROOT) -> int:
 
 
 def usable_physical_cores(root: Path = ROOT) -> int:
-    """Physical cores behind `usable_logical_cores`; hyper-threads of one core count once."""
+    """Number of physical cores this process can use; hyper-threads of one core count once."""
     cores = set()
     for cpu in allowed_cpus():
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"

@@ -1,7 +1,7 @@
-"""NVML: sessions, and readings of one GPU.
+"""NVML access: sessions, and live readings of one GPU.
 
-GPUs are looked up by UUID: CUDA's index counts only visible devices (CUDA_VISIBLE_DEVICES), NVML's
-index counts all of them.
+GPUs are looked up by UUID, because CUDA numbers only the visible devices (CUDA_VISIBLE_DEVICES) and
+NVML numbers all devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CLOCK_EVENT_REASONS = {
 
 
 class Nvml:
-    """An initialised NVML library; `call` raises `NotObservable` with a readable reason."""
+    """An initialised NVML library; a failed `call` raises `NotObservable` with a clear reason."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -84,7 +84,7 @@ class NvmlRefusal(NotObservable):
 class NvmlGpu:
     """Live readings of one GPU or MIG slice; each reading may raise `NotObservable`.
 
-    Valid while its session is open. A reading takes tens of microseconds.
+    An instance is valid while its NVML session is open. Each reading takes tens of microseconds.
     """
 
     def __init__(self, nvml: Nvml, handle: Any) -> None:
@@ -99,7 +99,7 @@ class NvmlGpu:
             self._whole = nvml.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
 
     def mig_profile(self) -> str | None:
-        """Name of the MIG slice ("1g.10gb"), None for a whole GPU."""
+        """Name of the MIG slice ("1g.10gb"); None for a whole GPU."""
         if self._is_slice:
             return mig_profile_in(self._nvml.call("nvmlDeviceGetName", self._handle))
         try:
@@ -136,7 +136,7 @@ class NvmlGpu:
     def clock_event_reasons(self) -> tuple[str, ...]:
         """Names of the active clock limits (`CLOCK_EVENT_REASONS`); empty if there are none.
 
-        An unknown bit is named like "bit_0x1000".
+        An unknown bit of the NVML mask gets a name such as "bit_0x1000".
         """
         names = (
             "nvmlDeviceGetCurrentClocksEventReasons",
@@ -192,7 +192,7 @@ def open_gpu(uuid: str, index: int, library: Any = None) -> Iterator[NvmlGpu]:
 
 
 def find_gpu(nvml: Nvml, uuids: tuple[str, ...]) -> NvmlGpu:
-    """Look up the first of `uuids` that NVML knows.
+    """Return the GPU of the first UUID in `uuids` that NVML knows.
 
     Raises:
         NotObservable: NVML knows none of them; the message quotes its last error.
@@ -207,7 +207,7 @@ def find_gpu(nvml: Nvml, uuids: tuple[str, ...]) -> NvmlGpu:
 
 
 def library_uuids(uuid: str, index: int) -> tuple[str, ...]:
-    """UUIDs under which NVML may list CUDA device `index`, best first."""
+    """UUIDs under which NVML may list CUDA device `index`, in order of preference."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     named = visible[index].strip() if index < len(visible) else ""
     # Some runtimes report the UUID of the whole GPU for a slice; the variable is more precise.

@@ -1,7 +1,7 @@
 """Readings that may fail: each gives a value, or the reason why the value is missing.
 
 Any fact about a machine can be missing: hidden by a container, denied, or behind a library that is
-not installed. One missing fact leaves the other fields intact.
+not installed. A missing fact does not affect the other facts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotObservable(UnsupportedError):  # noqa: N818  (an expected outcome insid
 
 
 class Readings:
-    """Collector of values; a failed reading becomes None and its reason is kept.
+    """Collector of values; a failed reading becomes None, and its reason is kept in `unknown`.
 
     Attributes:
         unknown: Reason for each field that could not be observed, by field name.

@@ -1,4 +1,4 @@
-"""Probes behind `steady doctor`: what this machine lets us observe, and a remedy for the rest."""
+"""Probes of `steady doctor`: which facts this machine exposes, and remedies for missing ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _weight_writes() -> str:
 
 
 def corrupts_dropout(version: str | None, device: str) -> bool:
-    """Whether compiled code of this PyTorch may give groups of four channels one dropout mask.
+    """Whether code compiled by a PyTorch version may give four channels the same dropout mask.
 
     Args:
         version: of PyTorch, such as "2.13.0+cu130"; None for unknown.

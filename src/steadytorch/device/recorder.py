@@ -1,11 +1,12 @@
 """Telemetry recorder: samples the machine in a thread while a measurement runs.
 
-Garbage collections are recorded exactly, through callbacks. Everything else is sampled, so an event
-is located between two ticks. Counters are cumulative: if ticks are late or left out,
-events are located less exactly, but none is lost.
+Garbage collections are recorded exactly, through `gc.callbacks`. All other telemetry is sampled at
+ticks, so an event is located only between two ticks. Counters are cumulative, so late or missing
+ticks make the time of an event less exact but lose no event.
 
-A tick holds the GIL for part of its time and so lengthens a host-bound iteration. Therefore,
-expensive channels take turns, and the CPU time of all ticks is capped.
+A tick of the recorder holds the GIL for part of its duration and so delays a host-bound iteration.
+To limit the overhead, expensive channels are read in turns, and the CPU time of all ticks is
+capped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PATIENCE_S = 10.0  # a driver call that hangs must not hang the measurement
 
 
 class Tape:
-    """Columns of equal, bounded length; when full, every second row is dropped.
+    """Table of samples with a bounded number of rows; when full, every second row is dropped.
 
     Args:
         limit: maximum number of rows.
@@ -52,7 +53,7 @@ class Tape:
         self._latest: dict[str, int] = {}
 
     def add(self, at_ns: int, row: dict[str, int]) -> None:
-        """Add a row. The first row names the columns; later rows may omit some, which then hold."""
+        """Add a row. The first row defines the columns; omitted columns repeat their last value."""
         if not self.at_ns:
             self._columns = {name: array("q") for name in row}
         if len(self.at_ns) >= self._limit:
@@ -71,7 +72,7 @@ class Tape:
             self._latest.pop(name, None)
 
     def columns(self) -> dict[str, tuple[int, ...]]:
-        """All columns; counters start at zero in the first row."""
+        """All columns by name; counters start at zero in the first row."""
         return {
             name: tuple(value - column[0] for value in column)
             if name in COUNTERS
@@ -81,7 +82,7 @@ class Tape:
 
 
 class GcWatch:
-    """Recorder of garbage collections in any thread while installed.
+    """Records the garbage collections of all threads while it is installed.
 
     Args:
         clock: returns ns on the time base of the samples.
@@ -132,13 +133,13 @@ class GcWatch:
 class Recorder:
     """Context manager that samples the machine; `recording` holds the result afterwards.
 
-    Enter it in the measured thread, tightly around the measurement:
+    An unobservable channel does not raise; its reason is stored in `Recording.unknown`. Enter the
+    context in the measured thread, directly around the measurement.
 
+    Example:
         with Recorder("cuda") as recorder:
             periods, host_ns = sampler.periods(step, 1000)
         causes = attribute(starts_ns, periods, outliers, recorder.recording, host_ns)
-
-    A channel that cannot be observed raises nothing; its reason is in `Recording.unknown`.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
@@ -236,7 +237,7 @@ class Recorder:
             self._ready.set()
 
     def _follow(self, channels: list[Channel], cpu: ThreadTime) -> None:
-        """Tick until the body ends, then once more."""
+        """Take ticks until the `with` block ends, then one last tick."""
         began_ns, began_cpu_ns = self._clock(), cpu.ns()
         number = 0
         while not self._running.acquire(timeout=self._pause_s):

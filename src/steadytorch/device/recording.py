@@ -55,10 +55,10 @@ Column = tuple[int, ...] | None
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry of one measurement; all times in ns on the clock of the samples.
+    """Telemetry of one measurement; times are in ns, on the clock of the timing samples.
 
     Every channel holds one value per tick, shape (ticks,), or is None with its reason in `unknown`.
-    Channels in `READ_EVERY` hold a value over several ticks.
+    Channels in `READ_EVERY` repeat each value over several ticks.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -131,11 +131,11 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reasons(mask: int) -> tuple[str, ...]:
-    """Names of the bits set in a `clock_event_mask`; an unknown bit is named like "bit_0x1000"."""
+    """Names of the bits set in a `clock_event_mask`; unknown bits get names like "bit_0x1000"."""
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1]
     return tuple(CLOCK_EVENT_REASONS.get(bit, f"bit_{bit:#x}") for bit in bits)
 
 
 def mask_of(names: tuple[str, ...]) -> int:
-    """Convert reason names to a mask; the inverse of `reasons`."""
+    """Convert names of clock limits to a bit mask; the inverse of `reasons`."""
     return sum(REASON_BITS.get(name) or int(name.removeprefix("bit_"), 16) for name in names)

@@ -1,7 +1,7 @@
-"""Measured memory bandwidth and matrix rate of the device; for use inside a worker process.
+"""Measured memory bandwidth and matrix-product rate of a device; runs in a worker process.
 
-Findings compare a workload with these rates instead of a data sheet. Global flags, random state and
-defaults are left unchanged. The process's TF32 setting applies.
+Findings compare a workload with measured rates instead of data-sheet values. The measurements leave
+global flags, random state and defaults unchanged. Matrix products use the process's TF32 setting.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _CPU_PRODUCT_S = 0.04
 def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
     """Measure the bandwidth of a copy in device memory, in bytes read plus written per second.
 
-    The two buffers hold random data and exceed the last-level cache: at least 256 MiB each on a GPU
-    and 64 MiB on a CPU, unless memory is short. A CPU uses the process's threads.
+    The two buffers hold random data and exceed the last-level cache, unless memory is short. Each
+    buffer has at least 256 MiB on a GPU and 64 MiB on a CPU, unless memory is short. On a CPU, the
+    copy uses the process's PyTorch threads.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
@@ -63,8 +64,8 @@ def copy_bandwidth(device: str, *, budget_s: float = 0.2) -> float:
 def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2) -> float:
     """Measure the rate of a square matrix product on random data, in FLOP/s.
 
-    The side n is the largest of 512 to 8192 whose product takes at most 20 ms (GPU) or 40 ms (CPU).
-    A product counts 2 n^3 operations.
+    The matrix side n is the largest of 512 to 8192 whose expected time is at most 20 ms (GPU) or 40
+    ms (CPU). A product of two n x n matrices counts as 2 n^3 operations.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
@@ -97,7 +98,7 @@ def matrix_rate(device: str, dtype: str | torch.dtype, *, budget_s: float = 0.2)
 
 @contextmanager
 def _any_algorithm() -> Iterator[None]:
-    """Allow non-deterministic algorithms: the results of these products are not used."""
+    """Allow non-deterministic algorithms, because the results of the products are not used."""
     import torch
 
     found = torch.get_deterministic_debug_mode()
@@ -148,7 +149,7 @@ def _gpu_buffer_bytes(device: str) -> int:
 
 
 def cpu_buffer_bytes() -> int:
-    """Size of each buffer to copy on the CPU: beyond the last-level cache, within free memory."""
+    """Size of each copy buffer on the CPU: beyond the last-level cache, within free memory."""
     try:
         cache = host.last_level_cache_bytes()
     except NotObservable:
@@ -161,7 +162,7 @@ def cpu_buffer_bytes() -> int:
 def median_seconds(
     run: Callable[[], object], device: str, budget_s: float, fewest: int = _FEWEST_RUNS
 ) -> float:
-    """Median time of a run on a device in seconds, after a warm-up; see `median_of_runs`."""
+    """Median time in seconds of a call of `run` on a device, after a warm-up."""
     timed = _timed_on_gpu(device) if device != "cpu" else _timed_on_cpu
     for _ in range(min(_WARM_UP_RUNS, fewest)):
         timed(run)
@@ -169,9 +170,9 @@ def median_seconds(
 
 
 def median_of_runs(once: Callable[[], float], budget_s: float, fewest: int = _FEWEST_RUNS) -> float:
-    """Median of the seconds that `once` returns, over calls that add up to `budget_s`.
+    """Median of the times that `once` returns, in s; calls stop when they add up to `budget_s`.
 
-    Makes at least `fewest` and at most 50 calls.
+    Calls `once` at least `fewest` times and at most 50 times.
     """
     seconds: list[float] = []
     while len(seconds) < fewest or (sum(seconds) < budget_s and len(seconds) < _MOST_RUNS):

@@ -28,14 +28,14 @@ _GPU_FIELDS = (*_GPU_READINGS, "other_gpu_processes")
 
 
 class CpuShares(NamedTuple):
-    """Fractions of all CPU time; `steal` is None if the system does not count it."""
+    """Fractions of all CPU time; `steal` is None if the system does not count stolen time."""
 
     busy: float
     steal: float | None
 
 
 def snapshot(device: str, *, interval_s: float = 0.1, library: Any = None) -> Snapshot:
-    """Take a snapshot of the machine, in `interval_s` plus a few milliseconds.
+    """Take a snapshot of the machine's state; takes `interval_s` plus a few milliseconds.
 
     Args:
         device: "cpu", "cuda" or "cuda:i".
@@ -74,7 +74,7 @@ def cpu_shares(before: Any, after: Any) -> CpuShares:
 
 
 def count_others(pids: Collection[int], own: Collection[int], *, has_context: bool) -> int:
-    """Count the processes on a GPU that are not ours.
+    """Count the processes on a GPU other than this process and its descendants.
 
     Args:
         pids: PIDs that the driver lists.

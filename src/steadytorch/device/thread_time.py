@@ -1,4 +1,4 @@
-"""CPU time of a thread that watches a script."""
+"""CPU time of a monitoring thread, excluding garbage collections."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 
 
 class ThreadTime:
-    """CPU time of the thread that enters this context, without garbage collections.
+    """CPU time of the thread that enters this context, excluding garbage collections.
 
-    A collection runs in whichever thread allocates next, even if other threads made the garbage.
-    In a training script, one took 0.3 s in a thread that otherwise used 0.1 % of a core.
+    A garbage collection runs in whichever thread allocates next, even if other threads made the
+    garbage. In a training script, a garbage collection took 0.3 s in a thread that otherwise used
+    0.1 % of a core.
     """
 
     def __enter__(self) -> ThreadTime:
@@ -25,7 +26,7 @@ class ThreadTime:
             gc.callbacks.remove(self._hear)
 
     def ns(self) -> int:
-        """CPU time so far, in ns; to be called in that thread."""
+        """CPU time so far, in ns; call it in the thread that entered the context."""
         return time.thread_time_ns() - self._collected_ns
 
     def _hear(self, phase: str, info: dict[str, int]) -> None:

@@ -1,1 +1,1 @@
-"""Explanations: a workload or a trace file, captured, analysed and kept as data."""
+"""Explanations of where the time of a workload or of a trace file goes."""

@@ -1,4 +1,4 @@
-"""Capture a workload for the rules: time it without the profiler, then profile it."""
+"""Capture data for the diagnosis rules: time a workload unprofiled, then profile it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ENVIRONMENT = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Observations of a workload; a missing one is None, with its reason in `gaps`.
+    """Observations of a workload; a missing observation is None, with its reason in `gaps`.
 
     Attributes:
         measured: the unprofiled measurement.
@@ -86,7 +86,7 @@ class Capture:
 
     @property
     def distortion(self) -> float | None:
-        """Median period under the profiler over that without it; None if not profiled."""
+        """Slowdown by profiling: profiled over unprofiled median period; None if not profiled."""
         if self.profiled is None:
             return None
         return float(np.median(self.profiled.periods_ns)) / self.measured.period.median_ns
@@ -102,10 +102,10 @@ def capture(
     candidate: Candidate = (),
     progress: Callable[[str], None] = lambda message: None,
 ) -> Capture:
-    """Measure a workload in a fresh process, then profile steps of it there.
+    """Measure a workload in a fresh process, then profile steps of it in the same process.
 
-    Ctrl-C ends it early and keeps what is complete. Before the measurement it raises
-    KeyboardInterrupt.
+    Ctrl-C ends the capture early and keeps the completed results. Ctrl-C before the measurement
+    raises KeyboardInterrupt.
 
     Args:
         workload: the workload; it never runs in this process.
@@ -139,7 +139,7 @@ def element_types(trace: Trace) -> list[str]:
 
 
 class _Captor:
-    """One capture: all stages in one worker.
+    """Runs all stages of one capture in one worker process.
 
     Args:
         worker: a fresh worker.
@@ -164,7 +164,7 @@ class _Captor:
         self._gaps: list[Abstention] = []
 
     def run(self, candidate: Candidate, steps: int, pause_s: float | None) -> Capture:
-        """Run all stages; those after the measurement may fail.
+        """Run all stages; a failure after the measurement does not end the capture.
 
         Raises:
             WorkerFault: nothing was measured.
@@ -246,7 +246,7 @@ class _Captor:
 
     @contextmanager
     def _stage(self, rule: str, what: str) -> Iterator[None]:
-        """Run a stage that may fail; the measurement is still worth explaining without it."""
+        """Run a stage whose failure is recorded as a gap instead of ending the capture."""
         try:
             yield
         except (WorkerFault, SteadyError) as error:

@@ -1,4 +1,4 @@
-"""Worker that explains a workload: profile steps, time calls after pauses, measure rates."""
+"""Worker that explains a workload: profile steps, time calls after pauses, measure limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RECOVER = 2
 
 
 class Profiled(msgspec.Struct, frozen=True):
-    """Steps run under the profiler.
+    """Results of the steps that ran under the profiler.
 
     Attributes:
         periods_ns: periods of the steps, by the sampler of the unprofiled run.
@@ -63,7 +63,7 @@ class ExplainHandler(WorkloadHandler):
     _switches, _warmed_without = False, False
 
     def set_up(self, candidate: list[Any]) -> dict[str, Any]:
-        """Set up as for timing, and note the state of cuDNN's benchmark mode."""
+        """Set up the workload as for timing, and note the state of cuDNN's benchmark mode."""
         found = super().set_up(candidate)
         self._switches = any(spec["name"] == "cudnn_benchmark" for spec in candidate)
         self._warmed_without = not torch.backends.cudnn.benchmark and has_convolved()
@@ -73,7 +73,7 @@ class ExplainHandler(WorkloadHandler):
     def profile(self, steps: int, seconds: float) -> dict[str, Any]:
         """Profile steps into the file `TRACE_FILE`; return a `Profiled`.
 
-        One step is profiled beforehand. It starts the profiler and shows how many steps fit the
+        One step is profiled first, to start the profiler and to estimate how many steps fit the
         time.
 
         Args:
@@ -89,7 +89,7 @@ class ExplainHandler(WorkloadHandler):
 
     @own_errors()
     def pauses(self, pause_ms: list[float], rounds: int, seconds: float) -> dict[str, Any]:
-        """Time calls after pauses and back-to-back calls, in turns.
+        """Time calls after a pause and calls without a pause, alternately.
 
         Args:
             pause_ms: lengths of the pauses.
@@ -120,13 +120,13 @@ class ExplainHandler(WorkloadHandler):
         }
 
     def rates(self, device: str, dtypes: list[str]) -> Any:
-        """Limits of the device, as `rates.device_rates.Rates`."""
+        """Measured limits of the device, as `rates.device_rates.Rates`."""
         from steadytorch.rates.device_rates import measure_rates
 
         return msgspec.to_builtins(measure_rates(device, dtypes))
 
     def notes(self) -> dict[str, Any]:
-        """Other observations of this process; see `capture` for the names."""
+        """Other observations of this process, by the names listed in `Capture.notes`."""
         benchmark = bool(torch.backends.cudnn.benchmark)
         found: dict[str, Any] = {
             "threads": torch.get_num_threads(),
@@ -169,9 +169,9 @@ class ExplainHandler(WorkloadHandler):
 
 
 def profile_of(device: str) -> profiler.profile:
-    """A profile of the host, and of a GPU, like that of `torch.profiler.profile`.
+    """Create a profiler of the host, and of the GPU if used, like `torch.profiler.profile`.
 
-    `torch.profiler.profile` imports the whole compiler, for seconds, to read one setting.
+    Avoids `torch.profiler.profile`, which takes seconds to import the compiler to read one setting.
 
     Args:
         device: device type, `cpu` or `cuda`.
@@ -183,7 +183,7 @@ def profile_of(device: str) -> profiler.profile:
 
 
 def _marked(step: Callable[[], Any]) -> Callable[[], None]:
-    """Wrap a step so that the trace marks its calls; warm-up and settling calls count along."""
+    """Wrap a step so that the trace marks and numbers its calls, warm-up calls included."""
     numbers = itertools.count(DISCARD)
 
     def marked() -> None:

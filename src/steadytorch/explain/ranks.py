@@ -1,4 +1,4 @@
-"""Compare the traces of several ranks of one job, and name those for which the others wait."""
+"""Compare the traces of several ranks of one job, and name the ranks that delay the others."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class RankFile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Lateness:
-    """Who was late at each step, shape (steps,); ranks by their places."""
+    """The latest rank (by index) and its delay at each step, shape (steps,)."""
 
     own: np.ndarray
     latest: np.ndarray
     late: np.ndarray
 
     def of(self, rank: int) -> np.ndarray:
-        """Lateness of one rank by step; 0 where another was the latest."""
+        """Lateness of one rank at each step; 0 where another rank was the latest."""
         return np.where(self.latest == rank, self.late, 0.0)
 
 
 def rank_file(trace: Trace, path: Path) -> RankFile:
-    """Reduce the trace of a rank, which takes much memory, to its steps.
+    """Reduce the trace of a rank to its steps, which take much less memory.
 
     Args:
         trace: the trace.
@@ -116,7 +116,7 @@ def compare_ranks(files: Sequence[RankFile], environment: DeviceFacts) -> RankCo
 
 
 def _numbers(files: Sequence[RankFile]) -> tuple[list[int], str]:
-    """Number of each rank, and a remark if the traces do not name it."""
+    """Rank of each file, and a remark if the traces do not contain their ranks."""
     named = [each.job.get("rank") for each in files]
     if all(type(number) is int for number in named):
         return named, ""  # type: ignore[return-value]
@@ -131,7 +131,7 @@ def _numbers(files: Sequence[RankFile]) -> tuple[list[int], str]:
 
 
 def _differing_number(names: Sequence[str]) -> list[int] | None:
-    """The only number in which otherwise equal names differ; None if there is none."""
+    """Values of the only number in which the file names differ; None if there is no such number."""
     if len({re.sub(r"\d+", "0", name) for name in names}) > 1:
         return None
     columns = zip(*(re.findall(r"\d+", name) for name in names), strict=True)
@@ -168,7 +168,7 @@ def _check(files: Sequence[RankFile], numbers: Sequence[int]) -> None:
 
 
 def _late_places(ranks: Sequence[RankSteps]) -> tuple[Compared, _Lateness, list[int]]:
-    """The steps, the lateness at each, and the places of the late ranks, the latest first."""
+    """The compared steps, the lateness at each step, and the late ranks, the latest first."""
     choices = IN_WATCH if ranks[0].kind == "watch" else ((),)
     found = []
     for waits in choices:
@@ -187,7 +187,7 @@ def _lateness(own: np.ndarray) -> _Lateness:
 
 
 def _others(values: np.ndarray, rank: np.ndarray | int) -> np.ndarray:
-    """Median over the other ranks at each step, shape (steps,)."""
+    """Median of `values` over all ranks except `rank` at each step, shape (steps,)."""
     mine = np.arange(len(values))[:, None] == rank
     return np.nanmedian(np.where(mine, np.nan, values), axis=0)
 
@@ -209,15 +209,16 @@ def _late(compared: Compared, lateness: _Lateness) -> list[int]:
 
 
 def _waited(compared: Compared, rank: int) -> float:
-    """Mean time that the others wait beyond a rank."""
+    """Mean time per step that the other ranks wait longer than `rank`."""
     return float((_others(compared.waiting, rank) - compared.waiting[rank]).mean())
 
 
 def _chance(late: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Probability of these mean latenesses, shape (ranks,), if all ranks were equal.
+    """Probability of each rank's mean lateness if all ranks were equal, shape (ranks,).
 
-    Equal ranks are equally likely to be late at each step. So each step's lateness is assigned to a
-    random rank, many times, and the largest mean of a rank is compared with the observed means.
+    Equal ranks are equally likely to be late at each step. Each of `_DRAWS` simulations assigns the
+    lateness of every step to a random rank. The largest simulated mean of a rank is compared with
+    each observed mean.
     """
     generator, ranks, steps = np.random.default_rng(0), len(cost), len(late)
     rows, exceeded = max(1, _MOST_DEALT // steps), np.ones(ranks)
@@ -231,7 +232,7 @@ def _chance(late: np.ndarray, cost: np.ndarray) -> np.ndarray:
 
 
 def _least_steps(ranks: int) -> int:
-    """Fewest steps at which one rank that is always the latest is no chance."""
+    """Minimum number of steps for which one rank being always the latest is significant."""
     return 1 + int(np.ceil(np.log(1 / CHANCE) / np.log(ranks)))
 
 

@@ -68,11 +68,12 @@ def explain(
     candidate: Candidate = (),
     progress: Callable[[str], None] = lambda message: None,
 ) -> Explanation | RankComparison:
-    """Explain where the time of a workload, or of the steps in a trace file, goes.
+    """Explain where the time goes in a workload, or in the steps of a trace file.
 
-    A workload is measured in a fresh process without the profiler, then profiled there. For trace
-    files nothing runs. Several of them, one for each rank of a job, are compared. Ctrl-C keeps what
-    is complete; before anything was timed it raises `KeyboardInterrupt`.
+    A workload is measured in a fresh process without the profiler, then profiled in the same
+    process. A trace file is only read; nothing runs. Several trace files, one for each rank of a
+    job, are compared. Ctrl-C keeps the completed results; before anything was timed, it raises
+    `KeyboardInterrupt`.
 
     Args:
         subject: a workload, its `(model, inputs)`, or the path of a Chrome trace of PyTorch's
@@ -132,7 +133,7 @@ def explain(
 
 
 def _read(path: Path) -> Trace:
-    """The trace in a file; the error for a result of ours names the command that shows it."""
+    """Read a trace file; for a result saved by `steady`, the error names the command to show it."""
     try:
         return read_trace(path)
     except TraceError:
@@ -147,7 +148,7 @@ def _read(path: Path) -> Trace:
 
 
 def _kind_of_result(path: Path) -> str | None:
-    """The kind of a saved result; None for any other file."""
+    """Kind of a result file that `steady` saved; None for any other file."""
     try:
         kind = kind_of(path, content_of(path))
     except UsageError:
@@ -181,7 +182,7 @@ def _compared(paths: Sequence[Path], progress: Callable[[str], None]) -> RankCom
 
 
 def _on_dropout(workload: Workload, facts: DeviceFacts) -> tuple[str, ...]:
-    """A remark on compiling, for training with dropout where PyTorch corrupts its masks."""
+    """Remark on torch.compile if the workload trains with dropout that PyTorch miscompiles."""
     from torch.nn.modules.dropout import _DropoutNd
 
     drops = workload.is_training and any(
@@ -198,7 +199,7 @@ def _on_dropout(workload: Workload, facts: DeviceFacts) -> tuple[str, ...]:
 
 
 def facts_of(trace: Trace) -> DeviceFacts:
-    """Facts of a trace about the device that ran it; the others are unknown."""
+    """Device facts that a trace contains; all other facts are marked as unknown."""
     found = trace.devices[0] if trace.devices else {}
 
     def given(key: str, kind: type) -> Any:
@@ -229,7 +230,7 @@ def _case(trace: Trace | None, **known: Any) -> Case:
 
 
 def _conditions(trace: Trace, ledger: Ledger, notes: Mapping[str, Any]) -> tuple[Conditions, ...]:
-    """Conditions of each step; empty if none were recorded, or only on another clock."""
+    """Machine conditions in each step; empty without telemetry on the clock of the trace."""
     recording, offset_ns = notes.get("profile_recording"), notes.get("clock_offset_ns")
     if recording is None or offset_ns is None or trace.origin_ns is None:
         return ()

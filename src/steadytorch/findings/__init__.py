@@ -1,1 +1,1 @@
-"""Findings: what a rule may report, and the helpers that rules share."""
+"""Findings that diagnosis rules report, and helpers that the rules share."""

@@ -1,4 +1,4 @@
-"""Figures shared by findings, and their formats."""
+"""Numbers shared by findings, and functions that format numbers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def many(count: float, noun: str) -> str:
 
 
 def variance_of(case: Case, name: str) -> float | None:
-    """Share of a slice in the variance of the profiled steps; None if there are no shares."""
+    """Share of a time slice in the variance of the profiled steps; None if it is unknown."""
     shares = case.variance.shares if case.variance else None
     return shares.get(name) if shares else None
 
 
 def evidence_of(steps: WatchedSteps, name: str) -> tuple[str, ...]:
-    """Lines of the user's code seen in a slice; then its mean, median and longest time."""
+    """The user's code lines seen in a time slice; then the slice's mean, median and maximum."""
     mine = steps.slices_ns[name]
     return (
         *(

@@ -1,4 +1,4 @@
-"""Answers of a rule: a finding with its evidence, or an abstention with its reason."""
+"""Answers of a diagnosis rule: findings with evidence, or an abstention with a reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIDENCES = ("high", "medium", "low")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Input of the rules; whatever was not captured is None.
+    """Input of the diagnosis rules; data that was not captured is None.
 
     Attributes:
         trace: the profiled steps.

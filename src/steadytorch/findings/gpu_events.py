@@ -1,4 +1,4 @@
-"""Helpers of GPU rules: the GPU events of the steps, or the reason for having none."""
+"""Helpers of GPU rules: get the GPU events of the steps, or abstain with a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_trace(rule: str, what: str) -> Abstention:
 
 
 def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Abstention:
-    """Return the GPU trace and its ledger, or an abstention.
+    """Return the GPU trace and its time ledger, or the rule's abstention.
 
     Args:
         case: input of the rule.
@@ -46,7 +46,7 @@ def gpu_trace(case: Case, rule: str, what: str) -> tuple[Trace, Ledger] | Absten
 
 
 def gpu_launches(case: Case, rule: str) -> Launches | Abstention:
-    """Return the GPU events of the steps, or an abstention.
+    """Return the GPU events of the steps, or the rule's abstention.
 
     Args:
         case: input of the rule.
@@ -57,9 +57,9 @@ def gpu_launches(case: Case, rule: str) -> Launches | Abstention:
 
 
 def exposed_ns(seen: Launches, chosen: np.ndarray) -> int:
-    """Time of the chosen events within steps with no kernel running, in ns per step.
+    """Time in ns per step during which chosen events run and no kernel runs.
 
-    The ledger counts this time as copying: kernels take precedence where both run.
+    As in the time ledger, any overlap with a kernel counts as kernel time.
     """
     kernels = seen.of(Category.KERNEL)
     mine = union(seen.start_ns[chosen], seen.end_ns[chosen])
@@ -76,7 +76,7 @@ def per_step(seen: Launches, chosen: np.ndarray) -> float:
 
 
 def spent_per_step(seen: Launches, chosen: np.ndarray) -> int:
-    """Summed time of the chosen events in ns per step; concurrent events each count."""
+    """Summed time of the chosen events in ns per step; concurrent events are added up."""
     return int(seen.length_ns[chosen].sum()) // seen.steps
 
 
@@ -91,9 +91,9 @@ def busy_ns(ledger: Ledger) -> float:
 
 
 def by_prefetch(case: Case) -> tuple[str, ...]:
-    """The transform `prefetch`, if the steps ran on a GPU and the workload carries its loader.
+    """Suggest the transform `prefetch` if the steps ran on a GPU with the workload's data loader.
 
-    On a CPU there is nothing to copy, and no device computes meanwhile.
+    On a CPU, prefetching has no copy to the device to hide and no device work to overlap with.
     """
     on_gpu = case.ledger is not None and case.ledger.kind == "gpu"
     fed = case.workload is not None and case.workload.feed is not None
@@ -101,7 +101,7 @@ def by_prefetch(case: Case) -> tuple[str, ...]:
 
 
 class Named(NamedTuple):
-    """All events of one name: count and time in ns, per step."""
+    """Events of one name: their number and their time in ns, both per step."""
 
     name: str
     number: float

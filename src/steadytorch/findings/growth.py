@@ -19,7 +19,7 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Growth:
-    """A rising series: its name, number of parts, and time per step at first and last."""
+    """A rising time series: name, number of parts, and step time in the first and last part."""
 
     what: str
     blocks: int
@@ -28,7 +28,7 @@ class Growth:
 
 
 def growth(case: Case) -> Growth | None:
-    """Growth of the timed samples, else of kernel time in steps with equal kernel counts."""
+    """Growth of the timed samples or, without samples, of kernel time in comparable steps."""
     if case.series is not None:
         samples = np.asarray(case.series.durations_ns, dtype=np.float64)
         return _grows("samples", samples)

@@ -17,7 +17,7 @@ from steadytorch.traces.steps import MARK
 
 @dataclass(frozen=True, eq=False)
 class Steady:
-    """Rows that lie in steady steps, as selected by `steady`.
+    """Trace events (rows) that begin in steady steps, as selected by `steady`.
 
     Attributes:
         rows: the rows, int64, shape (rows,).
@@ -35,7 +35,7 @@ class Steady:
 
 
 def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
-    """Index in `ledger.steps` of each time, int64, shape as given; -1 outside all steps."""
+    """Index of the step in `ledger.steps` that contains each time, int64; -1 outside all steps."""
     starts = np.asarray([step.start_ns for step in ledger.steps], dtype=np.int64)
     ends = np.asarray([step.end_ns for step in ledger.steps], dtype=np.int64)
     if not len(starts):
@@ -46,10 +46,10 @@ def steps_of(ledger: Ledger, times_ns: np.ndarray) -> np.ndarray:
 
 
 def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
-    """Select the rows that lie in steady steps.
+    """Select the trace events (rows) that begin in steady steps.
 
-    The first of several marked steps may still warm up and is excluded. Without marks, or with only
-    the first step of a run, the second half of the trace counts as steady.
+    The first of several marked steps is excluded, because it may still be warming up. Without step
+    marks, or with only the first step of a run, the second half of the trace counts as steady.
     """
     begin = trace.events.start_ns[rows]
     if not ledger.marked or (len(ledger.steps) == 1 and ledger.steps[0].index == 0):
@@ -66,7 +66,7 @@ def steady(trace: Trace, ledger: Ledger, rows: np.ndarray) -> Steady:
 
 
 def callers(trace: Trace, rows: np.ndarray) -> list[str]:
-    """Name the caller of each call: outermost operator, else innermost annotation, else the call.
+    """Name each host call's caller: outermost operator, innermost annotation or the call itself.
 
     Step marks are ignored.
     """
@@ -92,14 +92,14 @@ def callers(trace: Trace, rows: np.ndarray) -> list[str]:
 
 
 def tally(trace: Trace, rows: np.ndarray, most: int = 3) -> str:
-    """Format how often each name occurs among rows: `cudaMalloc (12), cudaFree (3)`."""
+    """Format the number of events of each name: `cudaMalloc (12), cudaFree (3)`."""
     counts = Counter(trace.name_of(int(row)) for row in rows)
     listed = [f"{name} ({count})" for name, count in counts.most_common(most)]
     return ", ".join([*listed, *(["..."] if len(counts) > most else [])])
 
 
 def spent_ns(trace: Trace, rows: np.ndarray) -> int:
-    """Time that rows cover on their threads, in ns; overlapping rows count once."""
+    """Time that trace events cover on their threads, in ns; overlaps count once."""
     events, total = trace.events, 0
     for thread in np.unique(events.thread[rows]):
         mine = rows[events.thread[rows] == thread]
@@ -111,7 +111,7 @@ def spent_ns(trace: Trace, rows: np.ndarray) -> int:
 
 
 def owned_ns(trace: Trace, ledger: Ledger, name: str, rows: np.ndarray) -> int:
-    """Time in a ledger slice that these rows own, over all steps, in ns."""
+    """Time in one ledger slice that is attributed to the given events, in ns over all steps."""
     if name not in ledger.names:
         return 0
     owners, lengths = ledger.idle_of(name)

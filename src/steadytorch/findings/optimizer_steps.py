@@ -1,4 +1,4 @@
-"""Helpers of rules about optimizers: the work of their steps, and its time."""
+"""Helpers of optimizer rules: the operators that optimizer steps run, and their time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MARK = (
 
 @dataclass(frozen=True, eq=False)
 class OptimizerWork:
-    """Work of optimizers over all steps.
+    """Operators that optimizers ran, over all training steps.
 
     Attributes:
         trace: the trace.
@@ -56,18 +56,18 @@ class OptimizerWork:
 
     @property
     def slices(self) -> tuple[str, ...]:
-        """The ledger slices that hold this time."""
+        """Names of the time slices that contain the time of the optimizers."""
         if self.ledger.kind == "gpu":
             return "idle_launch", "gpu_kernel"
         return "cpu_elementwise", "cpu_operator", "cpu_python"
 
     def cost(self) -> tuple[int, int]:
-        """Time waiting for launches, and time working, in ns per step."""
+        """Optimizer time spent waiting for launches, and spent working, in ns per step."""
         measure = _cost_on_gpu if self.ledger.kind == "gpu" else _cost_on_cpu
         return measure(self.trace, self.ledger, self.rows)
 
     def times(self, launching: int, working: int) -> str:
-        """The cost as a line of evidence."""
+        """Format the two times of `cost` as a line of evidence."""
         if self.ledger.kind != "gpu":
             return f"{duration(launching + working)} a step"
         return (
@@ -77,7 +77,7 @@ class OptimizerWork:
 
 
 def optimizer_work(case: Case, rule: str) -> OptimizerWork | Verdict:
-    """Return the work of the optimizers; an empty verdict without training, or an abstention.
+    """Return the optimizers' work, an empty verdict if nothing trains, or an abstention.
 
     Args:
         case: input of the rule.
@@ -112,7 +112,7 @@ def _work(trace: Trace, ledger: Ledger) -> OptimizerWork:
 
 
 def _names_within(trace: Trace, row: int) -> Counter[str]:
-    """Operators of the same thread that begin within an event."""
+    """Count the operators, by name, that begin within an event on the same thread."""
     events = trace.events
     first, last = np.searchsorted(events.start_ns, [events.start_ns[row], events.end_ns[row]])
     inside = np.arange(first, last)
@@ -124,7 +124,7 @@ def _names_within(trace: Trace, row: int) -> Counter[str]:
 
 
 def _cost_on_gpu(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, int]:
-    """Idle time for launches, and kernel time, of launches in these ranges; in ns per step."""
+    """GPU time of optimizer steps in ns per step: idle during launches, and in kernels."""
     seen = launches_of(trace, ledger)
     events, owned = trace.events, ledger.owned
     mine = _begun_within(trace, events.start_ns[seen.call], events.thread[seen.call], rows)
@@ -148,7 +148,7 @@ def _cost_on_cpu(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, i
 def _begun_within(
     trace: Trace, began: np.ndarray, threads: np.ndarray, rows: np.ndarray
 ) -> np.ndarray:
-    """Mask of times within one of the ranges, on its thread or on none (-1)."""
+    """Mask of times that lie within an event of the same thread; thread -1 matches any event."""
     events = trace.events
     inside = np.zeros(len(began), dtype=bool)
     for thread in np.unique(events.thread[rows]):

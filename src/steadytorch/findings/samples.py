@@ -1,4 +1,4 @@
-"""The unprofiled samples of a case, joined with the recording of the machine."""
+"""Unprofiled timing samples of a case, joined with the telemetry of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORD = "run `steady explain WORKLOAD`, which times the workload and records th
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The steady part of a series. Times are ns on the clock of the recording.
+    """Timing samples of a series after warm-up. Times are in ns, on the clock of `recording`.
 
     Attributes:
         durations_ns: time of each sample, which is `group` iterations, float64, (samples,).
@@ -48,7 +48,7 @@ class Samples:
 
     @property
     def steps(self) -> int:
-        """Iterations in all samples."""
+        """Number of iterations in all samples."""
         return len(self.durations_ns) * self.group
 
     @property
@@ -60,15 +60,15 @@ class Samples:
     def host_bound(self) -> bool:
         """Whether a delay of the host delays the step.
 
-        True on the CPU and for synchronised latencies. For periods on a GPU it is true if
-        enqueueing takes most of the period; otherwise the host is ahead and has slack.
+        True for work on a CPU, and for latencies, which are synchronised. For periods on a GPU,
+        true if enqueueing takes at least 80 % of the period; otherwise, the host runs ahead.
         """
         if not len(self.host_ns):
             return True
         return float(np.median(self.host_ns)) >= 0.8 * self.median_ns
 
     def caused_by(self, *causes: str) -> np.ndarray:
-        """Indices of the slow outliers with one of these causes."""
+        """Indices of the slow outliers that have one of the given causes."""
         median = self.median_ns
         return np.asarray(
             [o.index for o in self.outliers if o.cause in causes and o.sample_ns > median],
@@ -76,18 +76,18 @@ class Samples:
         )
 
     def excess_ns(self, places: np.ndarray) -> float:
-        """Time of these samples beyond the median, in ns per iteration of the whole series."""
+        """Time of the given samples beyond the median, in ns per iteration of the whole series."""
         beyond = self.durations_ns[places] - self.median_ns
         return float(beyond.clip(min=0).sum()) / self.steps
 
     def variance_share(self, places: np.ndarray) -> float | None:
-        """Share of these samples in the squared distances from the median; None without any."""
+        """Share of the given samples in the variance about the median; None if undefined."""
         squares = (self.durations_ns - self.median_ns) ** 2
         total = float(squares.sum())
         return float(squares[places].sum()) / total if total and len(places) else None
 
     def column(self, channel: str) -> np.ndarray | None:
-        """A channel at all ticks, int64, (ticks,); None if not recorded."""
+        """Values of a channel at all ticks, int64, shape (ticks,); None if not recorded."""
         values = getattr(self.recording, channel)
         return np.asarray(values, dtype=np.int64) if values else None
 
@@ -101,7 +101,7 @@ class Samples:
         return column[latest.clip(min=0)]
 
     def rises(self, channel: str) -> np.ndarray | None:
-        """Increases of a counter from tick to tick while steady, int64; None if not recorded."""
+        """Increases of a counter from tick to tick after warm-up, int64; None if not recorded."""
         column = self.column(channel)
         if column is None:
             return None
@@ -109,15 +109,15 @@ class Samples:
         return np.diff(column[first : last + 1]).clip(min=0)
 
     def rise(self, channel: str) -> int | None:
-        """Increase of a counter while steady; None if not recorded."""
+        """Total increase of a counter after warm-up; None if not recorded."""
         rises = self.rises(channel)
         return None if rises is None else int(rises.sum())
 
     def rate(self, channel: str) -> float | None:
-        """Increase of a counter per ns while steady; None if not recorded.
+        """Increase of a counter per ns after warm-up; None if not recorded.
 
-        Counter and time are read at the same ticks: on a busy machine these may lie far outside the
-        samples.
+        Counter and elapsed time are taken at the same ticks, which may lie far outside the samples
+        on a busy machine.
         """
         rise = self.rise(channel)
         if rise is None:
@@ -127,7 +127,7 @@ class Samples:
         return rise / elapsed if elapsed else 0.0
 
     def _ticks(self) -> tuple[int, int]:
-        """Indices of the last tick before the steady part, and of the first after it if any."""
+        """Indices of the last tick before the steady samples and of the first tick after them."""
         at = np.asarray(self.recording.at_ns, dtype=np.int64)
         end = self.starts_ns[-1] + int(self.durations_ns[-1])
         first = max(0, int(np.searchsorted(at, self.starts_ns[0], side="right")) - 1)
@@ -141,7 +141,7 @@ class Samples:
 
 @lru_cache(maxsize=1)
 def samples_of(case: Case) -> Samples | None:
-    """Samples of a case after warm-up; None without samples or without a recording.
+    """Timing samples of a case after warm-up; None without samples or without telemetry.
 
     Outliers and their causes are found as in `steady measure`.
     """
@@ -170,7 +170,7 @@ def samples_of(case: Case) -> Samples | None:
 
 
 def unrecorded(rule: str, samples: Samples | None, channel: str, what: str) -> Abstention:
-    """Abstention of a rule that lacks a channel of the recording.
+    """Abstention of a rule that needs a telemetry channel that was not recorded.
 
     Args:
         rule: name of the rule.

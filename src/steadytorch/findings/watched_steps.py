@@ -1,4 +1,4 @@
-"""The steps of a script as a watch cut them, for rules."""
+"""Steps of a watched script, as input of the diagnosis rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ tune`."""
 
 @dataclass(frozen=True)
 class BusyThread:
-    """A Python thread of the script beside the watched one.
+    """A Python thread of the script other than the watched thread.
 
     Attributes:
         name: its name.
@@ -49,7 +49,7 @@ class SteppedOptimizer:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the watched process is set up.
+    """Configuration and load of the watched process.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -75,7 +75,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class WatchedSteps:
-    """Steps after the warm-up, cut into slices of host time.
+    """Steps of a script after warm-up, each divided into named slices of host time.
 
     Attributes:
         slices_ns: slice to its time in each step, float64, (steps,); they add up to the step.
@@ -99,7 +99,7 @@ class WatchedSteps:
 
     @property
     def totals_ns(self) -> np.ndarray:
-        """Time of each step, float64, (steps,)."""
+        """Duration of each step in ns, float64, shape (steps,)."""
         return np.sum(list(self.slices_ns.values()), axis=0)
 
     @property
@@ -118,14 +118,14 @@ class WatchedSteps:
     def usual_share(self, name: str) -> float:
         """Share of a slice in the time of the faster half of the steps.
 
-        Waits for cores lengthen slices of several threads more, and so distort `share`.
+        Waiting for cores lengthens multi-threaded slices most, and so distorts `share`.
         """
         totals = self.totals_ns
         fast = totals <= np.median(totals)
         return float(self.slices_ns[name][fast].sum() / totals[fast].sum())
 
     def variance_share(self, name: str) -> float | None:
-        """Share of a slice in the variance of the steps; None if they do not vary."""
+        """Share of a slice in the variance of the step times; None if step times do not vary."""
         total = self.totals_ns
         off = total - total.mean()
         variance = float(off @ off)
@@ -133,10 +133,10 @@ class WatchedSteps:
         return float((mine - mine.mean()) @ off) / variance if variance else None
 
     def counts(self, name: str, least: float, part: float = 1.0) -> bool:
-        """Whether part of a slice takes at least a share of the time, or makes the steps uneven.
+        """Whether a slice takes at least the share `least` of the time, or makes steps uneven.
 
-        The step with the longest slice is left out, since a single event may not recur. Contended
-        steps are left out too: which slice happened to wait for a core is chance.
+        The step in which the slice takes longest is excluded, because a single event may not recur.
+        Contended steps are excluded too, because chance decides which slice waits for a core.
 
         Args:
             name: the slice.

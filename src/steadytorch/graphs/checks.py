@@ -1,4 +1,4 @@
-"""Whether a recorded step is the eager one: what synchronises in it, and what it leaves behind."""
+"""Checks of a recorded step: synchronising calls, and agreement with the eager step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SYNCHRONISES = "synchronizing CUDA operation"
 
 @contextmanager
 def synchronisations(watched: bool = True) -> Iterator[list[str]]:
-    """Collects calls of this thread that wait for the GPU, as `file:line` with what to do.
+    """Collects calls of this thread that wait for the GPU, as `file:line` with advice.
 
     Args:
         watched: False to collect nothing.
@@ -71,7 +71,7 @@ def _format_wait(file: str, line: int) -> str:
 
 
 class _Taken(NamedTuple):
-    """What one step left: its loss, gradients, and how far it moved each tensor."""
+    """Results of one step: its loss, its gradients, and the change of each tensor."""
 
     loss: Iterable[Tensor]
     gradients: Iterable[Tensor]
@@ -79,10 +79,10 @@ class _Taken(NamedTuple):
 
 
 class Snapshot:
-    """State before a step (tensors, random numbers), to run several steps from it and compare them.
+    """State before a step (tensors, random state), from which several steps run and are compared.
 
-    The first step's results are kept. Those of later steps are compared with them, one tensor at a
-    time. Copies stay on the device if `ROOM` times as much memory is free, else on the host.
+    The first step's results are kept; the results of later steps are compared with them, one tensor
+    at a time. Copies stay on the GPU if `ROOM` times their size is free, else they go to the host.
 
     Args:
         tensors: all that a step writes to.
@@ -103,7 +103,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back in place."""
+        """Restores the tensors, in place, and the random state."""
         for tensor, kept in zip(self._tensors, self._kept, strict=True):
             tensor.copy_(kept)
         torch.set_rng_state(self._random[0])
@@ -111,7 +111,7 @@ class Snapshot:
 
     @torch.no_grad()
     def taken(self, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """Take a step's results: keep those of the first step, compare later ones with them."""
+        """Keep the results of the first step, or compare the results of a later step with them."""
         moved = (
             tensor.detach() - kept.to(tensor.device)
             for tensor, kept in zip(self._tensors, self._kept, strict=True)
@@ -128,9 +128,10 @@ class Snapshot:
             self._apart.append(None)
 
     def disagreement(self) -> str | None:
-        """Return how the third step, a replay, differs from the two eager steps before it, or None.
+        """Return how the third step (a replay) differs from the first two (eager), or None.
 
-        Tolerance: `MOST_APART`, or `NOISE_FACTOR` times the distance between the eager steps.
+        The tolerance is `MOST_APART` or, if larger, `NOISE_FACTOR` times the distance between the
+        two eager steps.
         """
         noises, found = self._apart
         if noises is None or found is None:
@@ -144,7 +145,7 @@ class Snapshot:
         return None
 
     def _other_draws(self) -> str:
-        """That the graph draws more or fewer random numbers than the eager step, if it does."""
+        """Message suffix if the graph draws other random numbers than the eager step, or ""."""
         eager, _, replayed = self._drawn
         if torch.equal(eager, replayed):
             return ""
@@ -162,10 +163,10 @@ def free_bytes() -> int:
 
 
 def distance(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """Relative L2 distance of all tensors together, one pair in memory at a time.
+    """Relative L2 distance between two sequences of tensors, one pair in memory at a time.
 
-    Values that are infinite or NaN in both alike count as equal: a GradScaler begins with steps
-    whose gradients overflow.
+    Equal infinities, and NaN in both tensors, count as equal, because the first steps of a
+    GradScaler may overflow.
 
     Raises:
         ValueError: there are more tensors on one side.

@@ -1,14 +1,15 @@
-"""Copy nodes at the start of a CUDA graph that read the caller's tensors.
+"""Copy nodes at the start of a CUDA graph that copy the caller's tensors to its inputs.
 
 A copy launched before the replay is the most expensive part of a replayed call: the device idles
-while the host launches it. As a graph node, the copy only adds its own device time, and the host
-updates its source address when that changes. Measured on an H200 with a replay of 0.9 ms:
+while the host launches it. As a graph node, a copy only adds its own device time, and the host
+updates the source address when it changes. Added time per call, measured on an H200 with a replay
+of 0.9 ms:
 
 - launched copy: 8 us
 - copy node, same source: 1 us
-- copy node, new source: 4 us
+- copy node, new source: 4 us.
 
-PyTorch has no interface for this, so the nodes are created and updated through the CUDA driver.
+PyTorch has no interface for copy nodes, so they are created and updated through the CUDA driver.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DescribedCopy(ctypes.Structure):
 
 
 class CopyNode(InputNode):
-    """Copies the caller's tensor into one static tensor at each replay.
+    """Graph node that copies the caller's tensor into one static tensor at each replay.
 
     A source that cannot be copied byte for byte (other dtype or layout) is copied by PyTorch before
     the replay, with the node turned off.
@@ -83,7 +84,7 @@ class CopyNode(InputNode):
         return not add(new, graph, None, ctypes.c_size_t(0), *self._args)
 
     def open(self, executable: int) -> bool:
-        """Attach to the instantiated graph, turned off until fed; return False if refused."""
+        """Attach the node, disabled, to the instantiated graph; return False if that is refused."""
         self._args = (ctypes.c_void_p(executable), self.handle, *self._args)
         self._set_source: Callable[[], int] = partial(
             self._driver.cuGraphExecMemcpyNodeSetParams, *self._args
@@ -107,7 +108,7 @@ class CopyNode(InputNode):
 
 
 def add_copy_nodes(graph: torch.cuda.CUDAGraph, targets: list[Tensor]) -> list[CopyNode]:
-    """Prepend copies into the static inputs to a recorded graph, and instantiate it.
+    """Add copy nodes for the static inputs at a recorded graph's start; instantiate the graph.
 
     Args:
         graph: recorded with `keep_graph`, not instantiated yet.
@@ -128,7 +129,7 @@ def add_copy_nodes(graph: torch.cuda.CUDAGraph, targets: list[Tensor]) -> list[C
 
 
 def _added(driver: Any, graph: ctypes.c_void_p, targets: list[Tensor]) -> list[CopyNode]:
-    """Add a node for each target, ahead of the graph's root nodes; return [] if refused."""
+    """Add a copy node per target, ahead of the graph's root nodes; return [] if refused."""
     context, count = ctypes.c_void_p(), ctypes.c_size_t()
     if driver.cuCtxGetCurrent(ctypes.byref(context)):
         return []
@@ -149,5 +150,5 @@ def _added(driver: Any, graph: ctypes.c_void_p, targets: list[Tensor]) -> list[C
 
 
 def _fits(target: Tensor) -> bool:
-    """Whether it is plain GPU memory; complex tensors may carry a pending conjugation."""
+    """Whether a tensor is plain GPU memory; complex tensors may carry a pending conjugation."""
     return target.is_cuda and target.numel() > 0 and not target.is_complex()

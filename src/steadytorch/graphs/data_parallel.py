@@ -1,7 +1,8 @@
-"""`DistributedDataParallel` around a plan: what a step needs of it to be served and recorded.
+"""Helpers to run tuned plans inside `DistributedDataParallel` (DDP) and record DDP steps.
 
-PyTorch's notes on CUDA graphs ("Usage with DistributedDataParallel") ask for DDP made on a side
-stream, and for at least 11 eager steps on it: DDP rebuilds its buckets and times itself meanwhile.
+Before recording, DDP must be constructed on a side stream and run at least 11 eager steps there. In
+its first eager steps, DDP rebuilds its buckets and times itself. Source: PyTorch's notes on CUDA
+graphs, "Usage with DistributedDataParallel".
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def ddp_of(model: Any) -> Any:
 
 
 def objection(ddp: Any) -> str | None:
-    """Why a plan must not run inside this DDP, or None."""
+    """Reason why a tuned plan must not run inside the given DDP; None if it may."""
     if getattr(ddp, "_comm_hooks", None):
         return "DDP has a communication hook"
     for name, text in (
@@ -53,11 +54,11 @@ _USED = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_dd
 
 
 def make_anew(ddp: Any, stream: Any = None) -> None:
-    """Makes DDP's reducer anew, on a stream; call it on all ranks between two steps.
+    """Recreates DDP's reducer on a stream; call it on all ranks between two steps.
 
-    The reducer keeps the nodes that accumulate gradients, and these stay on the stream on which
-    they were made. A recording on another stream would fail. The caller must hold no loss of an
-    earlier step, because it keeps these nodes alive.
+    The reducer holds the gradient-accumulation nodes, which stay on the stream on which they were
+    created. Recording a CUDA graph on a stream other than the reducer's would fail. The caller must
+    not hold the loss of an earlier step, because it keeps the old accumulation nodes alive.
 
     Args:
         ddp: a `DistributedDataParallel` that `objection` allows.
@@ -73,13 +74,13 @@ def make_anew(ddp: Any, stream: Any = None) -> None:
 
 
 def layout(ddp: Any) -> dict[str, str]:
-    """How DDP groups gradients into buckets; equal on ranks whose collectives are equal."""
+    """How DDP groups gradients into buckets; ranks with equal layouts issue equal collectives."""
     told = ddp._get_ddp_logging_data()
     return {name: str(told[name]) for name in _LAYOUT if name in told}
 
 
 class ServedInside:
-    """Calls a DDP whose module is replaced by a served one during the call.
+    """Calls a DDP model, with its module replaced by another one during the call.
 
     Args:
         ddp: the caller's `DistributedDataParallel`.

@@ -1,15 +1,15 @@
 """Patches recorded graphs to read and write the caller's tensors without a copy.
 
-The copies to a static input and from an output are unnecessary if every kernel that uses the tensor
-gets the caller's address instead (`pointers`). These kernels are found by searching all kernel
-parameters for addresses within the tensor. The result is trusted only after validation by replay:
-with the tensor elsewhere, the results must be bit-identical (`proofs`).
+Copies to static inputs and from outputs are unnecessary if all kernels get the caller's addresses
+instead (see `pointers`). The kernels that use a tensor are found by searching all kernel parameters
+for addresses within the tensor. Relocating a tensor is trusted only after test replays with the
+tensor elsewhere give bit-identical results (see `pointer_validation`).
 
-A relocated input's old memory is neither read nor written. An output's old memory may be: other
-tensors, even larger ones, used it before the output was created, and their kernels keep it.
+Replays neither read nor write the original memory of a relocated input. The original memory of a
+relocated output may stay in use by earlier kernels, for other tensors, even larger ones.
 
-A tensor used by a node other than a kernel, or through a descriptor, fails validation and is
-copied: inputs by graph nodes (`copy_nodes`), outputs by a launch after the replay.
+A tensor that is used by a non-kernel node, or through a descriptor, fails validation and is copied.
+Inputs are copied by graph nodes (see `copy_nodes`), outputs by a launch after the replay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class PointerNode(InputNode):
-    """Makes the kernels of a graph read the caller's tensor directly.
+    """Makes the kernels of a graph read the caller's tensor directly, without a copy.
 
     Args:
         pointer: the pointer of the target, validated by `is_read_through`.
@@ -63,7 +63,7 @@ class PointerNode(InputNode):
 
 
 def placer(pointer: Pointer, static: Tensor) -> Placer:
-    """Make the function that redirects an output to new memory for the next replay.
+    """Make a function that redirects an output to new memory for the next replay.
 
     Args:
         pointer: the pointer over the output's `writers_of`.
@@ -104,7 +104,7 @@ def link(
     outputs: list[Tensor],
     around: Around,
 ) -> Linked:
-    """Instantiate a recorded graph and find the tensors that need no copy.
+    """Instantiate a recorded graph, and find the inputs and outputs that need no copy.
 
     Args:
         graph: a `torch.cuda.CUDAGraph` recorded with `keep_graph`.
@@ -158,7 +158,7 @@ def link(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it is plain GPU memory without gaps, readable as bytes."""
+    """Whether a tensor is plain GPU memory without gaps, readable as bytes."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ways = (torch.contiguous_format, formats.get(tensor.dim(), torch.contiguous_format))
     whole = any(tensor.is_contiguous(memory_format=way) for way in ways)
@@ -166,17 +166,18 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether copying it costs more than redirecting it.
+    """Whether copying an output costs more than redirecting it.
 
-    Integers are excluded: kernels might use a validation's sentinel values as indices.
+    Integer outputs are excluded, because kernels might use the validation's sentinel values as
+    indices.
     """
     return tensor.is_floating_point() and tensor.nbytes >= LEAST_BYTES
 
 
 def _is_alone(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether it fills its storage and no other output shares that storage.
+    """Whether a tensor fills its storage and no other output shares that storage.
 
-    Around a part of a storage, kernels may legitimately write in some calls.
+    If a tensor is only part of a storage, kernels may legitimately write around it in some calls.
     """
     storage = tensor.untyped_storage()
     shared = sum(other.untyped_storage().data_ptr() == storage.data_ptr() for other in outputs)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class InputNode(ABC):
     """Makes replays read the caller's tensor instead of one static input.
 
-    If the graph cannot read the tensor directly, because of its dtype or layout for example,
-    PyTorch copies it to the static input before the replay.
+    If the graph cannot read the tensor directly, for example because of its dtype, PyTorch copies
+    it to the static input before the replay.
 
     Args:
         target: the static input.
@@ -33,18 +33,18 @@ class InputNode(ABC):
 
     @abstractmethod
     def _point(self, address: int) -> bool:
-        """Make the next replay read from this address; return False on failure."""
+        """Make the next replay read the input from `address`; return False on failure."""
 
     @abstractmethod
     def _rest(self) -> bool:
-        """Make the next replay read the target itself; return False on failure."""
+        """Make the next replay read the static input itself; return False on failure."""
 
     def close(self) -> None:
-        """Detach from the graph; call this before the graph is destroyed."""
+        """Detach the input from the graph; call this before the graph is destroyed."""
         self.source, self._is_open, self._is_on = None, False, False
 
     def feed(self, x: Tensor) -> None:
-        """Make the next replay read a tensor of the target's shape.
+        """Make the next replay read `x`, a tensor of the static input's shape.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
@@ -59,7 +59,7 @@ class InputNode(ABC):
             self.change(x)
 
     def mover(self) -> Callable[[Tensor, int], None]:
-        """Return a faster `feed` for tensors with the target's strides, dtype and device.
+        """Return a faster `feed` for tensors with the static input's strides, dtype and device.
 
         Returns:
             A function of a tensor and its address; it raises the same errors as `feed`. Skip it for
@@ -79,7 +79,7 @@ class InputNode(ABC):
         return move
 
     def change(self, x: Tensor) -> None:
-        """Make the next replay read a tensor other than the current source.
+        """Make the next replay read `x`, a tensor other than the current source.
 
         Raises:
             RuntimeError: the driver refuses; the graph must not be replayed.
@@ -98,7 +98,7 @@ class InputNode(ABC):
             self.target.copy_(x.detach() if x.requires_grad else x)
 
     def _is_plain(self, x: Tensor) -> bool:
-        """Whether its memory can stand in for the target byte for byte."""
+        """Whether a tensor's memory can replace the static input byte for byte."""
         return (
             type(x) in (Tensor, nn.Parameter)
             and x.dtype is self._dtype

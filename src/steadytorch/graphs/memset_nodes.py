@@ -1,8 +1,9 @@
-"""Replaces memset nodes of a recorded graph by kernels.
+"""Replaces memset nodes of a recorded CUDA graph by fill kernels, which are faster.
 
 Libraries zero a workspace before a kernel that accumulates into it: cuDNN for attention, cuBLAS for
 split-k products. As a graph node, a memset adds 5 us between two kernels on an H200, although
-setting the memory takes 1 us. PyTorch's `fill_` kernel, recorded for the same memory, replaces it.
+setting the memory takes 1 us. PyTorch's `fill_` kernel, recorded for the same memory, replaces the
+memset.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Memset(NamedTuple):
 
 
 def replace_memsets(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
-    """Replace memset nodes on plain memory of the current device by kernels.
+    """Replace memset nodes on plain memory of the current device by fill kernels.
 
     Args:
         driver: the CUDA driver library.
@@ -101,7 +102,7 @@ def _memsets(driver: Any, graph: int) -> list[Memset]:
 
 
 def _is_here(driver: Any, address: int) -> bool:
-    """Whether it is memory of the current device; kernels fail on other devices' memory."""
+    """Whether an address is on the current device; kernels fail on other devices' memory."""
     device, which = ctypes.c_int(), ctypes.c_int(_DEVICE_OF_MEMORY)
     refused = driver.cuPointerGetAttribute(ctypes.byref(device), which, ctypes.c_uint64(address))
     return not refused and device.value == torch.cuda.current_device()
@@ -117,13 +118,13 @@ def _is_chain(driver: Any, nodes: Sequence[int]) -> bool:
 
 
 def signed(value: int, dtype: torch.dtype) -> int:
-    """Return a memset value as the integer with the same bits in this dtype."""
+    """Convert a memset value to the integer of `dtype` that has the same bits."""
     raw = (value & (1 << 8 * dtype.itemsize) - 1).to_bytes(dtype.itemsize, "little")
     return int.from_bytes(raw, "little", signed=dtype.is_signed)
 
 
 def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor over memory that it does not own."""
+    """Return a tensor that views the memory at `address` without owning it."""
     device = torch.device("cuda", torch.cuda.current_device())
     lent: Any = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         address, device, count * dtype.itemsize
@@ -132,7 +133,7 @@ def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _replaced(driver: Any, graph: ctypes.c_void_p, memset: int, kernel: int) -> bool:
-    """Put the kernel between the memset's neighbours and remove the memset."""
+    """Put a fill kernel between the memset's neighbours and remove the memset."""
     described, old, new = DescribedKernel(), ctypes.c_void_p(memset), ctypes.c_void_p()
     if node_kind(driver, kernel) != KERNEL:
         return False
@@ -155,7 +156,7 @@ def _replaced(driver: Any, graph: ctypes.c_void_p, memset: int, kernel: int) -> 
 
 
 def _neighbours(ask: Any, node: ctypes.c_void_p) -> Any:
-    """Return a node's predecessors or successors; None if they have dependency types to keep."""
+    """Return a node's predecessors or successors; None if their edges carry data to preserve."""
     count = ctypes.c_size_t()
     if ask(node, None, ctypes.byref(count)):
         return None

@@ -1,7 +1,7 @@
 """Validates, by replay, that kernels of a recorded graph can use other memory.
 
-Replays must be harmless even if validation fails. Integers may be indices, so inputs are permuted
-instead of replaced by new values. Stray writes land in memory allocated for the test.
+Replays must be harmless even if validation fails. Integer inputs may be indices, so their values
+are permuted instead of replaced. Stray writes land in memory allocated for the test.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def writers_of(
 ) -> Sequence[Kernel | Fixed]:
     """Find the kernels to patch so that an output is written elsewhere.
 
-    Earlier kernels may use the same memory for other tensors; the kernels that use the output come
-    last. The result is the longest run of last kernels for which replays are bit-identical and
-    touch no other memory. The shortest would be wrong: a kernel that initialises the output looks
-    redundant if these inputs overwrite all of it. One kernel too many usually reads data that was
-    not relocated, and the replay differs.
+    Earlier kernels may use an output's memory for other tensors; the kernels that use the output
+    come last. Of all kernels that use the memory, the result is the longest suffix with which
+    replays are bit-identical and touch no other memory. The shortest suffix could omit a kernel
+    that initialises the output, if the test inputs overwrite all of it. A suffix with one kernel
+    too many usually reads data that was not relocated, so the replay differs.
 
     Args:
         static: the output, dense; on return it holds the results of a replay.
@@ -113,7 +113,7 @@ def writers_of(
 
 
 class _Trial:
-    """Replays the graph with an output in test memory.
+    """Replays the graph with one output relocated to test memory.
 
     Args:
         static: the output.
@@ -139,7 +139,7 @@ class _Trial:
         self._elsewhere = inner.as_strided(static.shape, static.stride())
 
     def is_whole(self, pointer: Pointer) -> bool:
-        """Whether results are bit-identical with the output moved, and guard zones untouched."""
+        """Whether relocating the output keeps results bit-identical and guard zones untouched."""
         if not pointer.is_used:
             return False
         expected = _after(self._replay, self._outputs)
@@ -155,7 +155,7 @@ class _Trial:
             )
 
     def is_written_by(self, alone: Pointer) -> bool:
-        """Whether this kernel alone writes to the test memory."""
+        """Whether a kernel writes to the test memory when only that kernel is redirected."""
         sentinel = _SENTINELS[-1]
         with self._pointed(alone, sentinel) as is_there:
             self._replay()
@@ -173,7 +173,7 @@ class _Trial:
 
 
 def _others(tensor: Tensor) -> Tensor:
-    """Return other values for a tensor; integers, which may be indices, are only permuted."""
+    """Return a tensor with different values; integers, which may be indices, are permuted."""
     if tensor.is_floating_point() and tensor.element_size() > 1:  # float8 has no arithmetic
         return 1 - tensor
     other = tensor.clone()

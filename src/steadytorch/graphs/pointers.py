@@ -1,8 +1,8 @@
 """Finds and patches addresses in the parameters of recorded kernels.
 
 A recorded kernel keeps the addresses that it was recorded with; the CUDA driver can replace them
-before a replay. PyTorch has no interface for this. Copy and memset nodes are not patched; only
-their address ranges are known.
+before a replay. PyTorch has no interface for patching addresses, so the CUDA driver is called
+directly. Copy and memset nodes are not patched; only their address ranges are read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Fixed(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
     def uses(self, start: int, size: int) -> bool:
-        """Whether it may read or write within this range."""
+        """Whether the node may read or write within an address range."""
         return any(first < start + size and start < end for first, end in self.spans)
 
 
@@ -89,7 +89,7 @@ class Kernel:
         self._described.values = ctypes.cast(self._places, ctypes.POINTER(ctypes.c_void_p))
 
     def cells_within(self, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
-        """Return the parameter cells that hold an address in this range, with its offset."""
+        """Return the 8-byte parameter cells that hold an address in a range, with its offset."""
         found = []
         for value in self._values:
             for at in range(0, len(value) - _WORD + 1, _WORD):
@@ -99,11 +99,11 @@ class Kernel:
         return found
 
     def uses(self, start: int, size: int) -> bool:
-        """Whether its parameters hold an address in this range."""
+        """Whether the kernel's parameters hold an address in a range."""
         return bool(self.cells_within(start, size))
 
     def putter(self, executable: int) -> Callable[[], int]:
-        """Return the function that sets the values in an instantiated graph, 0 for success."""
+        """Return a function that sets the parameters in an instantiated graph; 0 means success."""
         put = self._driver.cuGraphExecKernelNodeSetParams_v2
         given = (ctypes.c_void_p(executable), self._handle, ctypes.byref(self._described))
         return partial(put, *given)
@@ -192,7 +192,7 @@ def _kernel(driver: Any, node: int) -> Kernel | None:
 
 
 def _sizes(driver: Any, described: DescribedKernel) -> list[int]:
-    """Return the size of each parameter in bytes."""
+    """Return the size of each kernel parameter in bytes."""
     if described.function:
         ask, of = driver.cuFuncGetParamInfo, ctypes.c_void_p(described.function)
     else:
@@ -234,7 +234,7 @@ class Pointer:
         return bool(self._cells) and not self._stays and not self.own % ALIGNMENT
 
     def point(self, address: int) -> bool:
-        """Make replays use this address; return False if unaligned or refused by the driver."""
+        """Make replays use `address`; return False if it is unaligned or the driver refuses."""
         if address % ALIGNMENT and address != self.own:
             return False
         self.address = None
@@ -248,7 +248,7 @@ class Pointer:
 
 
 def rest(pointer: Pointer) -> None:
-    """Make the next replay use the recorded memory again.
+    """Make the next replay use the pointer's recorded address again.
 
     Raises:
         RuntimeError: the driver refuses; the graph must not be replayed.

@@ -1,4 +1,4 @@
-"""Recording a CUDA graph, and leaving PyTorch as it was where that fails."""
+"""Record CUDA graphs, and restore PyTorch's state if a recording fails."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from steadytorch.errors import first_line
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Records what runs inside into a graph; nothing of it is executed.
+    """Records the GPU work of the `with` block into a graph, without executing it.
 
-    A recording that fails leaves PyTorch in disorder: the current stream is still the recording
-    one, and the random number generator refuses to draw ("Offset increment outside graph capture").
-    Both are put right here.
+    If the recording fails, the current stream and the random number generator are restored. A
+    generator that is not restored refuses to draw ("Offset increment outside graph capture").
 
     Args:
         graph: to record into.
@@ -41,10 +40,10 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect garbage, then disable the collector inside the `with` block.
+    """Collect garbage, then disable the garbage collector inside the `with` block.
 
-    A collection may free device memory, which CUDA forbids during a recording. Does nothing if the
-    collector is already disabled.
+    A garbage collection may free device memory, which CUDA forbids during a recording. Does nothing
+    if the garbage collector is already disabled.
     """
     if not gc.isenabled():
         yield
@@ -58,7 +57,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def _end_allocations(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a failed recording has ended, in case PyTorch did not."""
+    """Tell PyTorch's allocator that a failed recording has ended, in case PyTorch did not."""
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         with suppress(RuntimeError):  # already ended
@@ -68,8 +67,8 @@ def _end_allocations(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> 
 def restore_generator(stream: torch.cuda.Stream) -> None:
     """Make the device's random number generator usable again after a failed recording.
 
-    The generator leaves capture mode only when a recording ends without error. So a trivial graph
-    is recorded; the generator's seed and offset are preserved.
+    The generator leaves capture mode only when a recording ends without error. A trivial graph is
+    recorded to end capture mode; the generator's seed and offset are preserved.
     """
     torch.cuda.synchronize(stream.device)
     state = torch.cuda.get_rng_state(stream.device)
@@ -84,9 +83,9 @@ def restore_generator(stream: torch.cuda.Stream) -> None:
 
 
 def release_frames(error: BaseException, around: BaseException | None = None) -> None:
-    """Clear the frames of a failed recording, which hold an autograd graph of its stream.
+    """Clear the stack frames of a failed recording, which keep its autograd graph alive.
 
-    If parts of that graph survive, PyTorch warns in a later backward pass.
+    If parts of a failed recording's autograd graph survive, PyTorch warns in a later backward pass.
 
     Args:
         error: what the recording raised.
@@ -99,7 +98,7 @@ def release_frames(error: BaseException, around: BaseException | None = None) ->
 
 
 def first_cause(error: BaseException, around: BaseException | None = None) -> str:
-    """The first line of the error that came first: ending a broken recording raises another.
+    """First line of the original error; ending a broken recording raises further errors.
 
     Args:
         error: what the recording raised.

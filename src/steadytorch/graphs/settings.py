@@ -1,4 +1,4 @@
-"""Plain values of Python that a recorded step has read: a recording fixes them."""
+"""Detect changes of plain Python values that a recorded step has baked in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _SCHEDULED = ("p", "momentum")
 
 
 class Settings:
-    """Plain attributes of the modules of a step, and plain values that its loss function reads.
+    """Plain Python attributes of a step's modules, and plain values that its loss reads.
 
-    An annealed weight of the loss, or a scheduled dropout rate, changes between the steps. A value
-    that the step itself sets is no change: call `remember` after the step's Python code has run.
+    Values that change between steps are, for example, an annealed loss weight or a scheduled
+    dropout rate. Call `remember` after the step's Python code has run, so that values set by the
+    step itself do not count as changed.
 
     Args:
         modules: the module trees of the step.
@@ -43,11 +44,11 @@ class Settings:
         self.remember()
 
     def remember(self) -> None:
-        """Takes the present values as the reference."""
+        """Takes the current values as the reference for `changed`."""
         self.values = self._now()
 
     def changed(self) -> bool:
-        """Whether a value is another since `remember`."""
+        """Whether any value has changed since the last `remember`."""
         return self._now() != self.values
 
     def _now(self) -> list[Any]:
@@ -66,7 +67,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 
 def _of_callable(function: Any) -> Iterator[CellType | tuple[Mapping[str, Any], str]]:
-    """Where a callable finds plain values: its closure, globals, keywords, and own attributes."""
+    """Places of plain values in a callable: closure, globals, keyword arguments, attributes."""
     if isinstance(function, partial):
         yield from ((function.keywords, name) for name in function.keywords)
         yield from _of_callable(function.func)

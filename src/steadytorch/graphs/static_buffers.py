@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class StaticInputs(NamedTuple):
-    """Arguments at fixed addresses.
+    """Arguments of a recorded call, with tensors at fixed addresses.
 
     Attributes:
         args: positional arguments; tensors are private copies with the original strides.
@@ -48,10 +48,10 @@ def static_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StaticInp
 
 
 def feeder(static: StaticInputs, feeds: Sequence[FeedOne] = ()) -> Feed:
-    """Make the function that copies a call's tensors into the static ones.
+    """Make a function that copies a call's tensors into the static tensors.
 
     The copy converts dtype, layout and device as needed. A call with the static tensors themselves
-    copies nothing. Other values are constants of the recorded computation.
+    copies nothing. Arguments other than tensors are constants of the recorded computation.
 
     Args:
         static: the arguments to copy into.
@@ -136,7 +136,7 @@ class Results(NamedTuple):
 
 
 def results(outputs: Any, placers: Sequence[Placer | None] = ()) -> Results:
-    """Make the functions that return outputs which the next call does not overwrite.
+    """Make functions that return outputs which the next call does not overwrite.
 
     Args:
         outputs: the result of the recorded computation: tensors, nested arbitrarily.

@@ -1,13 +1,13 @@
 """Whole training steps as CUDA graphs.
 
 The first steps of each input signature run eagerly: they are real training steps and serve as
-warm-up. The next step is recorded, which executes nothing, and then replayed. Recording therefore
-changes no weights, statistics or random number state.
+warm-up. The step after the warm-up is recorded, which executes nothing, and then replayed.
+Recording changes no weights, statistics or random number state.
 
-Before each replay, the host checks that every value baked into the graph is unchanged: addresses
-of parameters, buffers and optimizer state, hyper-parameters, modes, plain attributes. Inputs and
-learning rates are copied to buffers that the graph reads. Steps that cannot be replayed run
-eagerly.
+Before each replay, the host checks that all values baked into the graph are unchanged. Values baked
+into a graph are the addresses of parameters, buffers and optimizer state, hyper-parameters, modes
+and plain attributes. Inputs and learning rates are copied to buffers that the graph reads. Steps
+that cannot be replayed run eagerly.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CapturedStep:
     def __call__(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Takes one micro-batch; see `EagerStep`.
+        """Runs the step on one micro-batch; see `EagerStep`.
 
         Returns:
             Its loss, detached, in memory of its own.
@@ -161,11 +161,11 @@ class CapturedStep:
     def run_eagerly(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Takes one micro-batch without graphs, by the code that they were recorded from."""
+        """Runs one micro-batch without graphs, by the code that the graphs were recorded from."""
         return self._run((inputs, dict(kwargs), targets))
 
     def reason(self) -> str:
-        """Why steps run eagerly: the most frequent reason but warming up."""
+        """The most frequent reason why steps run eagerly, other than warming up."""
         others = Counter({k: n for k, n in self.eager.items() if k != WARMING})
         return others.most_common(1)[0][0] if others else WARMING
 
@@ -183,7 +183,7 @@ class CapturedStep:
         return self._run(given)
 
     def _run(self, given: tuple[Any, ...]) -> Tensor:
-        """Run the step eagerly; an update that can be recorded reads the graphs' learning rates."""
+        """Run the step eagerly; a recordable update reads its learning rates from GPU tensors."""
         try:
             loss = self.step.backward(*given)
             self._advance()
@@ -192,7 +192,7 @@ class CapturedStep:
         return loss
 
     def _remember_settings(self) -> None:
-        """Take current Python values as the reference: values that the step sets are no change."""
+        """Take current Python values as the reference; values set by the step are not changes."""
         if self._settings is None:
             self._settings = Settings(self._modules, self.step.loss)
         else:
@@ -201,8 +201,8 @@ class CapturedStep:
     def _after_change(self, settings: Settings, given: tuple[Any, ...]) -> Tensor:
         """Run one eager step after Python values changed between steps.
 
-        If the step sets them back, only code outside of it changed them, such as a validation: the
-        graphs stay valid. Otherwise they are dropped.
+        If the step restores the old values, only outside code, such as a validation, changed them,
+        and the graphs stay valid. If the values stay changed, the graphs are dropped.
         """
         before = settings.values
         loss = self._eagerly(SET, given)
@@ -219,7 +219,7 @@ class CapturedStep:
             self._stepped = True
 
     def _rates(self) -> list[Tensor] | None:
-        """The learning rates as the recorded update reads them; None where it stays eager."""
+        """The learning-rate tensors that a recorded update reads; None if updates stay eager."""
         if self._scope == BACKWARD or self.update_reason is not None:
             return None
         if self._fixed is not None and self._fixed.moved():
@@ -236,10 +236,11 @@ class CapturedStep:
             self._off = self._off or often
 
     def _warming(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
-        """Run a warm-up step of a new signature, on the stream that will record.
+        """Run a warm-up step of a new input signature, on the recording stream.
 
-        The last warm-up step is checked for what a graph cannot record: calls that wait for the
-        GPU, changes of Python state, and random numbers drawn on the CPU.
+        The last warm-up step is checked for operations that a graph cannot record. Graphs cannot
+        record calls that wait for the GPU, changes of Python state, and random numbers drawn on the
+        CPU.
         """
         is_last = entry.warm_up == 1
         # Ignore the optimizer until its first update, which creates its state and attributes.
@@ -274,7 +275,7 @@ class CapturedStep:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Runs on the stream that records, in order with the caller's."""
+        """Runs the `with` block on the recording stream, ordered with the caller's stream."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         current = torch.cuda.current_stream()
@@ -305,7 +306,7 @@ class CapturedStep:
         return self._replayed(entry, given, first, last)
 
     def _refused(self, entry: _Entry, reason: str) -> str:
-        """Give up on update graphs if the failed recording had one, else on this signature."""
+        """Run updates eagerly if the failed recording held an update, else the whole signature."""
         self._recover(entry)
         if self._records_update:
             self._leave_update(reason)
@@ -314,7 +315,7 @@ class CapturedStep:
         return reason
 
     def _leave_update(self, reason: str) -> None:
-        """Has all later updates run eagerly."""
+        """Makes all later optimizer updates run eagerly."""
         self._drop_updates()
         self.update_reason = reason
         if self.step.update.implementation == OWN:
@@ -357,7 +358,7 @@ class CapturedStep:
         return None
 
     def _recorded(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> bool:
-        """Record the graphs that this micro-batch still lacks; return whether there were any."""
+        """Record the graphs that this micro-batch still lacks; return whether any were recorded."""
         made = False
         if entry.feed is None:
             entry.static = static_inputs((given[0], given[2]), given[1])
@@ -477,7 +478,7 @@ class CapturedStep:
             hook(optimizer, (optimizer,), {})
 
     def _place_gradients(self, entry: _Entry, keep: bool = False) -> None:
-        """Make `.grad` of each parameter the tensor that this entry's graphs write and read.
+        """Set `.grad` of each parameter to the tensor that the entry's graphs write and read.
 
         Args:
             entry: the entry with the graphs.
@@ -501,7 +502,7 @@ class CapturedStep:
     # -- checks -----------------------------------------------------------------------------------
 
     def _compared(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
-        """The first replay of new graphs, compared with the eager step from the same state."""
+        """Replay new graphs if they agree with the eager step; otherwise, run eagerly."""
         if (fault := self._disagreement(entry, given, first, last)) is not None:
             return self._refuse(entry, fault, given)
         return self._replayed(entry, given, first, last)
@@ -514,7 +515,7 @@ class CapturedStep:
     def _disagreement(
         self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
     ) -> str | None:
-        """How new graphs differ from the eager step, or None; state is restored."""
+        """Return how new graphs differ from the eager step, or None; restores all state."""
         step, fixed, fault = self.step, self._fixed, None
         assert fixed is not None
         turn, replays, parameters = step.turn, self.replays, step.parameters()
@@ -578,7 +579,7 @@ class CapturedStep:
         return None
 
     def _no_update_graph(self) -> str | None:
-        """Why the update of this optimizer cannot be recorded; None if it may be tried."""
+        """Reason why the optimizer's update cannot be recorded; None if recording may be tried."""
         optimizer = self.step.optimizer
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             return f"{type(optimizer).__name__} cannot be recorded"
@@ -616,7 +617,7 @@ class CapturedStep:
                 entry.first = None
 
     def _recover(self, entry: _Entry) -> None:
-        """After a recording that failed: nothing of it may stay on the parameters."""
+        """Discard the entry's graphs after a failure, and gradients that they may have left."""
         if self.step.turn == 0:
             for parameter in self.step.parameters():
                 parameter.grad = None
@@ -625,7 +626,7 @@ class CapturedStep:
 
 
 class _Graph:
-    """A recorded graph with what it leaves: loss, norm of the gradients, buffers it writes to."""
+    """A recorded graph with its results: loss, gradient norm, and the buffers it writes to."""
 
     __slots__ = ("graph", "loss", "norm", "writes")
 
@@ -637,7 +638,7 @@ class _Graph:
 
 
 class _Entry:
-    """The graphs of one input signature."""
+    """The CUDA graphs of one input signature."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up = warm_up
@@ -650,7 +651,7 @@ class _Entry:
         self.update: _Graph | None = None
 
     def lacks_gradients(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a parameter holds a gradient that the graphs of this entry know nothing of."""
+        """Whether a parameter has a gradient that the graphs of this entry do not compute."""
         known = self.gradients or [None] * len(parameters)
         return bool(self.gradients) and any(
             gradient is None and parameter.grad is not None
@@ -658,18 +659,18 @@ class _Entry:
         )
 
     def has_graphs(self) -> bool:
-        """Whether any of its graphs is alive."""
+        """Whether the entry holds any graph."""
         return any(graph is not None for graph in (self.first, self.more, self.update))
 
     def reset(self) -> None:
-        """Frees the graphs and their memory."""
+        """Frees the entry's graphs and their memory."""
         self.first = self.more = self.update = None
         self.static = self.feed = None
         self.gradients = []
 
 
 class _Fixed:
-    """Everything outside of a graph that it has fixed: addresses, hyper-parameters, state.
+    """External values baked into the graphs: addresses, hyper-parameters, optimizer state.
 
     Args:
         step: whose optimizer counts.
@@ -714,7 +715,7 @@ class _Fixed:
         return held + [p for p in self._step.parameters() if id(p) not in known]
 
     def tensors(self) -> list[Tensor]:
-        """All that a step writes to: parameters, buffers and the optimizer's state."""
+        """All tensors that a step may write to: parameters, buffers and optimizer state."""
         state = [
             value
             for values in self._optimizer.state.values()
@@ -724,7 +725,7 @@ class _Fixed:
         return [*self.held, *state]
 
     def moved(self) -> bool:
-        """Whether a tensor was moved or replaced, or `requires_grad` or a group changed."""
+        """Whether a tensor moved or was replaced, or `requires_grad` or `param_groups` changed."""
         return (
             self._registries.changed()
             or list(map(_address, self.held)) != self._addresses
@@ -733,10 +734,10 @@ class _Fixed:
         )
 
     def adopted(self) -> bool:
-        """Put the optimizer's state into the tensors that graphs read; return False if missing.
+        """Put optimizer state into the tensors that graphs read; return False if state is missing.
 
-        `load_state_dict` makes new state tensors. Their values are copied into the recorded
-        tensors, which then replace them in the optimizer.
+        `load_state_dict` gives the optimizer new state tensors. Values of new state tensors are
+        copied into the recorded tensors, which then go back into the optimizer.
         """
         state = self._optimizer.state
         if not self._slots:
@@ -754,7 +755,7 @@ class _Fixed:
         return True
 
     def remember_state(self) -> bool:
-        """Note the current state tensors as those that graphs read; return False if incomplete."""
+        """Store the current state tensors as those that graphs read; return False if incomplete."""
         move_counters(self._optimizer)
         state = self._optimizer.state
         self.counts = any(
@@ -771,12 +772,12 @@ class _Fixed:
         return True
 
     def state_names(self) -> dict[Any, frozenset[str]]:
-        """Which state the optimizer has for which parameter."""
+        """Names of the optimizer's state entries, for each parameter."""
         state = self._optimizer.state
         return {parameter: frozenset(_present(held)) for parameter, held in state.items()}
 
     def drop_new_state(self, before: Mapping[Any, frozenset[str]]) -> None:
-        """Removes state that a recording has made: its values were never computed."""
+        """Removes optimizer state made during a recording, whose values were never computed."""
         for parameter, held in list(self._optimizer.state.items()):
             known = before.get(parameter, frozenset())
             for name in _present(held) - known:
@@ -793,18 +794,19 @@ class _Fixed:
         return found
 
     def changed(self) -> bool:
-        """Whether a hyper-parameter other than the learning rate is another."""
+        """Whether a hyper-parameter other than the learning rate has changed since `remember`."""
         return self._hyper_now() != self._hyper
 
     def remember(self) -> None:
-        """Takes the hyper-parameters as they are now for those of the graphs."""
+        """Takes the current hyper-parameters as those baked into the graphs."""
         self._hyper = self._hyper_now()
 
 
 class _Registries:
     """The dictionaries in which modules hold parameters, buffers and submodules.
 
-    Comparing their items takes a tenth of the time of `parameters()` and `buffers()`.
+    Comparing the items of the dictionaries takes a tenth of the time of `parameters()` and
+    `buffers()`.
 
     Args:
         modules: the module trees.
@@ -826,7 +828,7 @@ class _Registries:
         return list(map(len, self._held)), items
 
     def changed(self) -> bool:
-        """Whether an item is another, was added or removed."""
+        """Whether a parameter, buffer or submodule was replaced, added or removed."""
         lengths, items = self._now()
         # Without the check of lengths, `map` would ignore what was appended.
         same = lengths == self._lengths and len(items) == len(self._items)
@@ -834,7 +836,7 @@ class _Registries:
 
 
 class _IndescribableError(Exception):
-    """An input has contents that a key cannot hold, so that a graph would fix them."""
+    """An input holds values that its signature cannot describe but a graph would bake in."""
 
 
 def _described(value: Any) -> Any:
@@ -854,7 +856,7 @@ def _described(value: Any) -> Any:
 
 
 def on_current_device(tensors: Iterable[Tensor]) -> bool:
-    """Whether all tensors lie on the current GPU: recordings see the work of no other device."""
+    """Whether all tensors are on the current GPU, the only device that a recording captures."""
     here = torch.device("cuda", torch.cuda.current_device())
     return all(tensor.device == here for tensor in tensors)
 
@@ -872,7 +874,7 @@ def host_random() -> tuple[Any, ...]:
 
 @contextmanager
 def _unannounced() -> Iterator[None]:
-    """Keeps PyTorch's global hooks from hearing of steps that are not taken, or taken back."""
+    """Disables PyTorch's global optimizer hooks for steps that are only recorded or undone."""
     hooks, torch_optimizer._global_optimizer_post_hooks = (
         torch_optimizer._global_optimizer_post_hooks,
         OrderedDict(),
@@ -884,7 +886,7 @@ def _unannounced() -> Iterator[None]:
 
 
 def _plain(attributes: Mapping[str, Any]) -> list[Any]:
-    """Attributes by value where they are plain, else by identity and number of items."""
+    """Attributes in comparable form: plain ones by value, others by identity and item count."""
     return [
         (name, value if isinstance(value, (bool, int, float, str)) else (id(value), _size(value)))
         for name, value in attributes.items()

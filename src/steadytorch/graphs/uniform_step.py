@@ -1,9 +1,9 @@
 """Whole training steps under DistributedDataParallel as CUDA graphs, on all ranks or on none.
 
-A replay issues the same collectives as the eager step, so ranks may replay and run eagerly side by
-side. Recording may not: the comparison of a new graph with the eager step takes three steps, whose
-collectives need all ranks. So ranks vote through the process group's store at fixed steps, before a
-recording and after the comparison.
+A replay issues the same collectives as the eager step, so some ranks may replay while others run
+eagerly. Recording needs all ranks: a new graph is compared with the eager step over three steps,
+whose collectives all ranks must join. Ranks therefore vote at fixed steps, through the process
+group's store, before a recording and after the comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ACCUMULATES = "steps of several micro-batches are not recorded under DDP"
 
 
 class UniformStep(CapturedStep):
-    """A captured step whose ranks record the same step, or none.
+    """A training step that all ranks record as a CUDA graph at the same step, or none does.
 
     Args:
         step: the step itself, around DDP.
@@ -77,7 +77,7 @@ class UniformStep(CapturedStep):
     def __call__(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Takes one step; every rank calls this equally often."""
+        """Runs one step; every rank must call it equally often."""
         self._calls += 1
         if self._agreed or self._calls != self._next or self._votes >= MOST_VOTES:
             return super().__call__(inputs, kwargs, targets)
@@ -87,13 +87,13 @@ class UniformStep(CapturedStep):
 
     @property
     def fault(self) -> str | None:
-        """Why this rank's graphs are gone after all ranks had recorded; None if they are not."""
+        """Reason why this rank lost its graphs after all ranks recorded; None if it kept them."""
         if not self._agreed or any(map(self._is_complete, self._entries.values())):
             return None
         return f"its graphs were dropped: {self.reason()}"
 
     def begin_again(self, reason: str) -> None:
-        """Drops all graphs, on all ranks at the same step; ranks vote again later.
+        """Drops all graphs until the ranks vote again; call it on all ranks at the same step.
 
         Args:
             reason: why; given for all later steps if this happens too often.
@@ -108,7 +108,7 @@ class UniformStep(CapturedStep):
     # -- votes ------------------------------------------------------------------------------------
 
     def _voted(self, given: tuple[Any, ...]) -> Tensor:
-        """Records this step if all ranks can, and serves it if all graphs compute it right."""
+        """Records this step if all ranks can, and replays it if all ranks' graphs are correct."""
         entry, problem = self._ready(given)
         ballot = self._ballot(given, problem)
         agreement = Agreement(self._ranks, "the recording of a training step")
@@ -134,7 +134,7 @@ class UniformStep(CapturedStep):
         return self._replayed(entry, given, True, True)
 
     def _ready(self, given: tuple[Any, ...]) -> tuple[_Entry | None, str | None]:
-        """The entry of this step, and why it cannot be recorded now; None if it can."""
+        """Graphs of this step's signature, and why the step cannot be recorded now, or None."""
         if self._settings is not None and self._settings.changed():
             return None, SET
         if (reason := self._off or self._obstacle(given)) is not None:

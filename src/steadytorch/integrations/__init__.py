@@ -1,1 +1,1 @@
-"""Connections to other packages; importing one imports its package, importing steadytorch none."""
+"""Integrations with other libraries; `import steadytorch` imports none of them."""

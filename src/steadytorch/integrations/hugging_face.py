@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers, and plans for its model."""
+"""Hugging Face Trainer: a callback that records steps, and a mixin that applies a tuning plan."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger("steadytorch")
 
 
 class SteadyCallback(TrainerCallback):
-    """Watches `Trainer.train()`: `Trainer(..., callbacks=[SteadyCallback()])`.
+    """Records the steps of `Trainer.train()`; pass it as `Trainer(callbacks=[SteadyCallback()])`.
 
-    The Trainer does not tell its callbacks of exceptions. If `train()` raises, call `stop`: then
-    `result` holds the steps so far.
+    The Trainer does not notify callbacks of exceptions. If `train()` raises, call `stop`; `result`
+    then covers the steps so far.
 
     Args:
         quiet: whether to print no summary on standard error.
@@ -40,7 +40,7 @@ class SteadyCallback(TrainerCallback):
 
     @property
     def result(self) -> Watched:
-        """Where time and variability of the steps went.
+        """Breakdown of the step time and its variability by cause.
 
         Raises:
             UsageError: the callback was never called, or training goes on.
@@ -48,7 +48,7 @@ class SteadyCallback(TrainerCallback):
         return self._run.result
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the watch after `train()` raised.
+        """Stop recording steps after `train()` raised an exception.
 
         Args:
             error: the exception.
@@ -56,30 +56,31 @@ class SteadyCallback(TrainerCallback):
         self._run.end(error, prints=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start watching."""
+        """Start recording steps."""
         self._run.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop watching; print the summary on the first process."""
+        """Stop recording steps; print the summary on the main process."""
         self._run.end(None, prints=state.is_world_process_zero)
 
 
 class SteadyTrainerMixin:
-    """Trains the model of a Trainer by a plan: `class Mine(SteadyTrainerMixin, Trainer)`.
+    """Makes a Trainer train with a tuning plan: `class Mine(SteadyTrainerMixin, Trainer)`.
 
-    Make the plan of the trainer's own batches, and set it before training::
+    Tune the model on the trainer's own batches, and set `plan` before training. The plan covers the
+    forward and backward passes; the Trainer still clips gradients and updates weights. The plan is
+    applied before Accelerate wraps the model. `train` restores the original model when it ends.
+    Checkpoints and `config.json` have the same format as without a plan. The plan is not applied
+    under mixed precision, FSDP, DeepSpeed or DataParallel; the reason is logged.
+
+    Example::
 
         trainer = Mine(model=model, args=args, train_dataset=data)
         trainer.plan = steady.tune(trainer.steady_workload())
         trainer.train()
 
-    The plan covers forward and backward of the model; clipping and update are the Trainer's. It is
-    applied before Accelerate wraps the model. `train` puts the untouched model back at its end.
-    Checkpoints and `config.json` are written as without a plan. Under mixed precision, FSDP,
-    DeepSpeed and DataParallel the model runs untouched; the log says why.
-
     Attributes:
-        plan: a training plan of the model; None for none.
+        plan: a training plan of the model; None to train without a plan.
     """
 
     plan: Plan | None = None
@@ -89,7 +90,7 @@ class SteadyTrainerMixin:
     def steady_workload(self) -> Workload:
         """The model's training step on the first batch, for `steady.tune`.
 
-        Random numbers that the caller draws later stay the same.
+        The states of PyTorch's random number generators are preserved.
 
         Raises:
             UsageError: the trainer has no training data.
@@ -108,7 +109,7 @@ class SteadyTrainerMixin:
         return Workload.training(owner.model, (), _loss_of, partial(kind, **options), kwargs=inputs)
 
     def steady_report(self) -> Report:
-        """How calls of the model were served; see `TunedModule.report`.
+        """Counts of tuned and untouched model calls; see `TunedModule.report`.
 
         Raises:
             UsageError: no plan was applied.
@@ -118,7 +119,7 @@ class SteadyTrainerMixin:
         return self._tuned.report()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the Trainer; puts the untouched model back at the end."""
+        """Run `Trainer.train`, then restore the original model."""
         owner: Any = self
         untouched = owner.model
         try:
@@ -130,7 +131,7 @@ class SteadyTrainerMixin:
                 self._is_in = False
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Applies the plan, then wraps as the Trainer does."""
+        """Apply the plan to the model, then call the Trainer's own `_wrap_model`."""
         owner: Any = self
         if training and self.plan is not None and not self._is_in and model is owner.model:
             reason = _obstacle(owner)
@@ -145,7 +146,7 @@ class SteadyTrainerMixin:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The loss that a model of transformers returns."""
+    """The loss in a transformers model's output."""
     return output["loss"] if isinstance(output, dict) else output[0]
 
 

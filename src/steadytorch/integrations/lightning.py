@@ -1,4 +1,4 @@
-"""A callback for the Trainer of PyTorch Lightning, and whole steps for its modules."""
+"""PyTorch Lightning: a callback that records steps, and a mixin that runs tuned training steps."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ log = logging.getLogger("steadytorch")
 
 
 class SteadyCallback(Callback):
-    """Watches `Trainer.fit()`, and serves a plan: `Trainer(callbacks=[SteadyCallback()])`.
+    """Records `Trainer.fit()` and can apply a plan: `Trainer(callbacks=[SteadyCallback()])`.
 
-    A training plan serves during `fit`, an inference plan during `validate`, `test` and `predict`.
-    It is applied before the strategy wraps the LightningModule. At the end the untouched module is
-    put back. Checkpoints have the same keys as without a plan.
+    A training plan is used during `fit`, an inference plan during `validate`, `test` and `predict`.
+    The plan is applied before the strategy wraps the LightningModule. The original module is
+    restored at the end. Checkpoints have the same keys as without a plan.
 
     Args:
         quiet: whether to print no summary on standard error.
-        plan: a plan of one module of the LightningModule; None to watch only.
-        module: attribute of the LightningModule that holds this module.
+        plan: a plan of one module of the LightningModule; None to record steps only.
+        module: attribute of the LightningModule that holds the module of the plan.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SteadyCallback(Callback):
 
     @property
     def result(self) -> Watched:
-        """Where time and variability of the steps went.
+        """Breakdown of the step time and its variability by cause.
 
         Raises:
             UsageError: the callback was never called, or training goes on.
@@ -59,7 +59,7 @@ class SteadyCallback(Callback):
         return self._run.result
 
     def report(self) -> Report:
-        """How calls of the module were served; see `TunedModule.report`.
+        """Counts of tuned and untouched module calls; see `TunedModule.report`.
 
         Raises:
             UsageError: no plan was applied.
@@ -91,7 +91,7 @@ class SteadyCallback(Callback):
         setattr(pl_module, self._module, self._fast)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the untouched module back."""
+        """Restore the original module."""
         if self._untouched is not None and self._fast is not None:
             setattr(pl_module, self._module, self._untouched)
             if self._resumes:
@@ -100,40 +100,42 @@ class SteadyCallback(Callback):
             self._fast.close()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start watching."""
+        """Start recording steps."""
         self._run.begin()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop watching; print the summary on the first process."""
+        """Stop recording steps; print the summary on the main process."""
         self._run.end(None, prints=trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching and keep the steps so far."""
+        """Stop recording, keep the steps so far and restore the original module."""
         self._run.end(exception, prints=trainer.is_global_zero)
         self.teardown(trainer, pl_module, "")
 
 
 class SteadyStepMixin:
-    """Whole training steps by a plan: `class Mine(SteadyStepMixin, LightningModule)`.
+    """Runs whole training steps with a plan: `class Mine(SteadyStepMixin, LightningModule)`.
 
-    Call `use_plan` in `__init__`, and `whole_step` in `training_step`::
+    Call `use_plan` in `__init__`, and `whole_step` in `training_step`. `whole_step` runs forward
+    pass, loss, backward pass, gradient clipping and optimizer update as `plan.step` does. Lightning
+    still counts steps, schedules learning rates and writes checkpoints. Lightning's hooks between
+    backward pass and update run after the update and see the gradients of the finished step.
+    Lightning does not call `on_before_optimizer_step` for a step taken by the plan.
+
+    With several processes or optimizers, mixed precision, gradient accumulation or clipping by
+    value, Lightning takes the step itself and the reason is logged.
+
+    Example::
 
         def training_step(self, batch, index):
             images, targets = batch
             loss = self.whole_step(images, targets)
             self.log("loss", loss)
             return loss
-
-    `whole_step` runs forward, loss, backward, clipping and update as `plan.step` does. Lightning
-    still counts steps, moves learning rates and writes checkpoints. Its hooks between backward and
-    update see the gradients of a finished step, and `on_before_optimizer_step` is not called.
-
-    With several processes, mixed precision, gradient accumulation or several optimizers, Lightning
-    takes the step itself; the log says why.
     """
 
     def use_plan(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
-        """Set what `whole_step` runs.
+        """Set the plan, model and loss that `whole_step` uses.
 
         Args:
             plan: a training plan of `model`; None to leave the step to Lightning.
@@ -144,10 +146,10 @@ class SteadyStepMixin:
         vars(self)["_steady"] = _WholeSteps(plan, model, loss)
 
     def whole_step(self, inputs: Any, *targets: Any) -> Tensor:
-        """Take one training step, or the forward pass and the loss where Lightning takes it.
+        """Run one training step, or only forward pass and loss if Lightning takes the step.
 
         Args:
-            inputs: of the model: a tensor, a tuple of positional arguments, or a mapping of
+            inputs: inputs of the model: a tensor, a tuple of positional arguments, or a mapping of
                 keyword arguments.
             targets: further arguments of the loss.
 
@@ -157,17 +159,17 @@ class SteadyStepMixin:
         return vars(self)["_steady"].run(self, inputs, targets)
 
     def step_report(self) -> StepReport | None:
-        """What steps replayed and what ran eagerly; None before the first step of a plan."""
+        """Counts of replayed and eager steps; None before the first step with a plan."""
         step = vars(self)["_steady"].step
         return None if step is None else step.report()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Leave the gradients of a whole step as they are."""
+        """Run Lightning's backward pass, unless `whole_step` has already taken the step."""
         if not vars(self)["_steady"].is_taken:
             super().backward(loss, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Leave the gradients of a whole step as they are."""
+        """Zero the gradients, unless `whole_step` has already taken the step."""
         if not vars(self)["_steady"].is_taken:
             super().optimizer_zero_grad(  # pyright: ignore[reportAttributeAccessIssue]
                 epoch, batch_idx, optimizer
@@ -176,7 +178,7 @@ class SteadyStepMixin:
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        """Run the closure; take the optimizer's step unless a whole step has taken it."""
+        """Run the closure, then step the optimizer unless `whole_step` has already done so."""
         whole: _WholeSteps = vars(self)["_steady"]
         closure = optimizer_closure
         if whole.reason(self) is None:
@@ -196,7 +198,7 @@ def _returned(value: Any) -> Any:
 
 
 class _WholeSteps:
-    """The plan, model and loss of `SteadyStepMixin`.
+    """State of `SteadyStepMixin`: the plan, model, loss and tuned step.
 
     Attributes:
         step: the plan's step; None before the first.
@@ -224,7 +226,7 @@ class _WholeSteps:
         return self.step(inputs, *targets)
 
     def reason(self, module: Any) -> str | None:
-        """Why Lightning takes the step, logged once; None if the plan takes it."""
+        """Why Lightning takes the step itself, logged once; None if the plan runs the step."""
         found = "no plan was given" if self._plan is None else _obstacle(module)
         if found is not None and self._plan is not None and not self._said:
             self._said = True

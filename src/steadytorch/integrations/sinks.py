@@ -1,6 +1,6 @@
-"""Writes figures and findings of a result through TensorBoard, W&B or MLflow.
+"""Logs the figures and findings of a result to TensorBoard, W&B or MLflow.
 
-Importing this module imports none of them.
+Importing this module does not import TensorBoard, W&B or MLflow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_FINDINGS = "no findings"
 
 
 def to_tensorboard(result: Watched | Measurement, writer: Any, step: int | None = None) -> None:
-    """Write a result as scalars, and its findings as text.
+    """Write the figures of a result as scalars, and its findings as text.
 
     Args:
         result: of `steady.watch`, of a callback, or of `steady.measure`.
@@ -35,7 +35,7 @@ def to_tensorboard(result: Watched | Measurement, writer: Any, step: int | None 
 
 
 def to_wandb(result: Watched | Measurement, run: Any, step: int | None = None) -> None:
-    """Log a result as metrics of a run, and its findings in the run's summary.
+    """Log the figures of a result as metrics of a W&B run, and its findings in the run's summary.
 
     Args:
         result: as for `to_tensorboard`.
@@ -52,7 +52,7 @@ def to_wandb(result: Watched | Measurement, run: Any, step: int | None = None) -
 def to_mlflow(
     result: Watched | Measurement, client: Any, run_id: str, step: int | None = None
 ) -> None:
-    """Log a result as metrics of a run, and its findings as the artifact `steady/findings.txt`.
+    """Log the figures of a result as metrics, and its findings as artifact `steady/findings.txt`.
 
     Args:
         result: as for `to_tensorboard`.
@@ -109,7 +109,7 @@ def _shares(result: Watched) -> dict[str, float]:
 
 
 def findings_text(result: Watched | Measurement) -> str:
-    """The findings of a result, a line each with the fix; a measurement has none."""
+    """The findings of a result, one line each with its fix; a `Measurement` has no findings."""
     findings = result.findings if isinstance(result, Watched) else ()
     return "\n".join(map(_line, findings)) or NO_FINDINGS
 

@@ -45,8 +45,8 @@ def steady(
 ) -> Callable[..., Any]:
     """The backend of `torch.compile(model, backend="steady")`; PyTorch finds it by entry point.
 
-    Each graph that Dynamo captures becomes a model with its own plans: one per signature of its
-    inputs, dynamic shapes included. Without a plan, the graph runs as captured, in eager mode.
+    Each graph that Dynamo captures gets its own plans, one per input signature, dynamic shapes
+    included. Without a plan, the graph runs as captured, in eager mode.
 
     Args:
         graph: the captured graph.
@@ -77,7 +77,7 @@ def steady(
 
 
 def reports() -> list[Report]:
-    """Reports of the graphs that this process compiled and still holds, as `fast.report()`."""
+    """One `Report` for each graph that this process compiled and still holds."""
     return [graph.report() for graph in sorted(GRAPHS, key=lambda graph: graph.number)]
 
 
@@ -86,12 +86,13 @@ GRAPHS: WeakSet[CapturedGraph] = WeakSet()
 
 
 class CapturedGraph:
-    """A graph whose parameters and buffers are bound, and which is served by its plans.
+    """A captured graph with its parameters and buffers bound, run by its own plans.
 
-    Dynamo passes weights as inputs. Plans hold weights of their own, so weights become attributes
-    of a module again. A call with other weights, or one whose gradients are recorded, runs the
-    graph as captured. So does a graph that writes to its inputs or whose outputs share memory,
-    because code after a graph break could see the difference; the first call shows which do.
+    Dynamo passes weights as inputs. Plans need weights as module attributes, so the weight inputs
+    of the graph become attributes again. A call with other weights, or with gradient recording,
+    runs the graph as captured. A graph that writes to its inputs or whose outputs share memory
+    always runs as captured, since code after a graph break could see a difference. The first call
+    checks the graph for writes to inputs and shared memory.
 
     Args:
         graph: the captured graph.
@@ -118,7 +119,7 @@ class CapturedGraph:
         self.number = CapturedGraph.count
 
     def run(self, *args: Any) -> Any:
-        """Serves a call with the graph's inputs."""
+        """Runs the graph on these inputs, with a plan where possible."""
         problem = self._problem_of(args)
         if problem is None:
             return self._fast(*[args[place] for place in self._given])
@@ -126,7 +127,7 @@ class CapturedGraph:
         return self._inspected(args) if problem == FIRST else self._graph.forward(*args)
 
     def report(self) -> Report:
-        """Counts of calls, those that ran as captured included."""
+        """Counts of calls by outcome, including calls that ran the graph as captured."""
         found = self._fast.report()
         return msgspec.structs.replace(found, calls=dict(Counter(found.calls) + self._calls))
 
@@ -164,7 +165,7 @@ def _is_weight(example: Any) -> bool:
 
 
 def _with_weights(graph: fx.GraphModule, weights: dict[int, Tensor]) -> nn.Module:
-    """A copy of the graph with these inputs, by position, as attributes."""
+    """A copy of the graph in which the given weights are attributes instead of inputs."""
     made = copy.deepcopy(graph.graph)
     attributes: dict[str, Any] = {
         node.target: attrgetter(node.target)(graph)

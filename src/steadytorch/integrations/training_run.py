@@ -1,4 +1,4 @@
-"""A watch of one training run, for callbacks of trainers."""
+"""Recording of training runs, shared by the trainer callbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steadytorch.watching.watch import Watch
 
 
 class TrainingRun:
-    """Watches the run of a trainer; the latest result is kept.
+    """Records the steps of a trainer's runs and keeps the latest result.
 
     Args:
         quiet: whether to print no summary on standard error.
@@ -24,7 +24,7 @@ class TrainingRun:
 
     @property
     def result(self) -> Watched:
-        """Where time and variability of the latest run went.
+        """Breakdown of the step time and its variability in the latest run.
 
         Raises:
             UsageError: the callback was never called, or the run goes on.
@@ -36,14 +36,14 @@ class TrainingRun:
         return self._watch.result
 
     def begin(self) -> None:
-        """Start watching, after ending a run that failed without notice."""
+        """Start recording steps; end an earlier run that failed without calling `end`."""
         self.end(None, prints=False)
         self._watch = Watch(live=False)
         self._watch.start()
         self._running = True
 
     def end(self, error: BaseException | None, *, prints: bool) -> None:
-        """Stop watching; print the summary.
+        """Stop recording steps; print the summary if `prints`.
 
         Args:
             error: the exception that ended the run.

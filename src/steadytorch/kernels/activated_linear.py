@@ -1,7 +1,7 @@
 """Fused Linear and activation, using the Triton kernel of pointwise convolutions.
 
-With few inputs and outputs, storing, re-reading and storing the result again costs more than the
-matrix product. Fusion writes it once.
+With few features, writing, re-reading and rewriting the result costs more than the matrix product.
+The fused kernel writes the result once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PreparedActivatedLinear:
         self._launch = launch_for((rows, shape[-1], channels), rows, *kind, device)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Launch and return the result; the tensors must match the description."""
+        """Launch the kernel and return its result; tensors must have the prepared shapes."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device)
         self._launch(x, weight, x if bias is None else bias, x, x, y)
         return y

@@ -1,4 +1,4 @@
-"""Activations of fused convolutions and Linears, as PyTorch computes them."""
+"""PyTorch functions for the activations that fused convolutions and Linears support."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of Triton kernels in background threads.
 
-Most of a compilation runs outside Python and without the GIL, so threads run in parallel. Results
-are keyed by Triton's own key: a call takes a finished kernel, waits for a running compilation, or
-compiles.
+Most of a Triton compilation runs without the GIL, so compilations in threads run in parallel.
+Compiled kernels are cached under Triton's own key. A kernel launch uses the finished kernel, waits
+for a running compilation, or compiles the kernel itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def begin(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
 ) -> None:
-    """Compile a kernel for the current device in a thread, unless done or under way.
+    """Start compiling a kernel for the current device in a thread, unless already started.
 
     Args:
         program: a function decorated with `triton.jit`.
@@ -124,11 +124,11 @@ def compile_slots() -> threading.BoundedSemaphore:
 
 
 class _Warnings:
-    """Proxy of the module `warnings` that leaves the filters alone in compile threads.
+    """Proxy of the module `warnings` that keeps compile threads from changing warning filters.
 
-    The filters are one list for all threads. If Triton's `catch_warnings` overlaps with another
-    thread's, each may restore the other's list. Triton uses it to silence Python deprecations that
-    the kernels here never trigger.
+    All threads share one list of warning filters. If Triton's `catch_warnings` overlaps with
+    another thread's, each may restore the other's list. Triton uses `catch_warnings` to silence
+    Python deprecations that the kernels here never trigger.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -18,8 +18,8 @@ BLOCK = 1024
 def bias_add_relu(x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `relu(x + bias + other)` with a per-channel bias, on CUDA in one kernel.
 
-    The fused kernel rounds once; PyTorch rounds after each step. Results are equal in float32, and
-    more accurate than PyTorch's in 16-bit types.
+    The fused kernel rounds once; PyTorch rounds after each step. Results equal PyTorch's in float32
+    and are more accurate in 16-bit types.
 
     Args:
         x: shape (N, C, ...).
@@ -77,7 +77,7 @@ class PreparedBiasAddRelu:
         self._launch = Launch(programs.bias_add_relu, grid, arguments, device)
 
     def __call__(self, x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor:
-        """Launch and return the result in the layout of `x`; tensors must match the description."""
+        """Launch the kernel and return its result in the layout of `x`."""
         # As in PyTorch, the result of a contiguous `x` has default strides, even on axes of size 1.
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, other, x if bias is None else bias, y)

@@ -1,7 +1,8 @@
 """Fused stem of a network: convolution, ReLU and max-pooling.
 
-With few input channels, the convolution is bound by its output: 103 MB in 16 bits for ResNet at
-batch 64, which pooling reads once and shrinks to a quarter. The fused kernel keeps it on the chip.
+With few input channels, the convolution is bound by writing its output: 103 MB for a 16-bit ResNet
+at batch 64. Max-pooling reads the convolution's output once and shrinks it to a quarter. The fused
+kernel keeps the convolution's output on the chip.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def conv_relu_max_pool2d(
 ) -> Tensor:
     """Compute `max_pool2d(relu(conv2d(x, weight, bias, stride, padding)), ...)`.
 
-    On CUDA, one kernel does this for up to 4 channels and a 3x3 window with stride 2 and padding 0
-    or 1. It rounds once; PyTorch rounds after the convolution and after adding the bias.
+    On CUDA, a single fused kernel handles up to 4 input channels and a 3x3 pooling window with
+    stride 2 and padding 0 or 1. The kernel rounds once; PyTorch rounds after the convolution and
+    after adding the bias.
 
     Args:
         x: shape (N, C, H, W).
@@ -97,7 +99,7 @@ def program_for(
 ) -> PreparedConvReluMaxPool | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Same arguments as `conv_relu_max_pool2d`, with sizes as pairs.
+    Takes the arguments of `conv_relu_max_pool2d`, with sizes as (vertical, horizontal) pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if any(t.device != x.device for t in others):
@@ -151,7 +153,7 @@ class PreparedConvReluMaxPool:
         )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Launch and return the result; the tensors must match the description."""
+        """Launch the kernel and return its result; tensors must have the prepared shapes."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, weight, weight if bias is None else bias, y)
         return y

@@ -43,8 +43,9 @@ def depthwise_conv2d(
 ) -> Tensor:
     """Compute `activation(conv2d(x, weight, bias, stride, padding, dilation, groups=C))`.
 
-    On CUDA, one kernel does this for 16-bit types in channels_last. It rounds once; PyTorch rounds
-    after each step. A weight in another layout than `channels_innermost` is copied at each call.
+    On CUDA, a single fused kernel handles 16-bit types in channels_last. The kernel rounds once;
+    PyTorch rounds after each step. Unless the weight has the layout of `channels_innermost`, each
+    call copies it.
 
     Args:
         x: shape (N, C, H, W).
@@ -64,10 +65,10 @@ def depthwise_conv2d(
 
 
 def channels_innermost(weight: Tensor) -> Tensor:
-    """Copy a weight, (C, 1, height, width), to the layout that the kernel reads.
+    """Copy a weight of shape (C, 1, height, width) to the layout that the kernel reads.
 
     Neighbouring threads process neighbouring channels. In PyTorch's layout the taps of one channel
-    are adjacent, so a load of one tap would touch one cache line per thread.
+    are adjacent, so loading one tap for each channel would touch one cache line per thread.
     """
     return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
 
@@ -102,7 +103,7 @@ def program_for(
 ) -> PreparedDepthwiseConv | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Same arguments as `depthwise_conv2d`, with sizes as pairs.
+    Takes the arguments of `depthwise_conv2d`, with sizes as (vertical, horizontal) pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if any(t.device != x.device for t in others):
@@ -148,7 +149,7 @@ class PreparedDepthwiseConv:
         self._launch = Launch(program, grid, (images, g), device, warps)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Launch and return the result in channels_last; tensors must match the description."""
+        """Launch the kernel and return its result in channels_last."""
         if not self._is_innermost:
             weight = channels_innermost(weight)
         layout = torch.channels_last

@@ -88,16 +88,18 @@ def tile_for(
 ) -> DepthwiseTile:
     """Choose the tile of a convolution over `shape` (N, C, H, W) on a device with `cores` SMs.
 
-    A load takes five instructions: the bounds check, the zero fill, the load, and a conversion for
-    each of two channels. A larger patch reuses each pixel for more outputs. With a 5x5 kernel, a
-    4x4 patch loads 64 pixels for 400 products, a 1x1 patch 25 for 25. Threads therefore take only
-    two channels and spend their registers on sums. A warp still reads a full cache line: 64
-    channels, 4 bytes per thread. Wider loads would be fewer, but each further channel of a thread
-    needs registers for a whole patch.
+    Loading a pixel takes five instructions: the bounds check, the zero fill, the load, and a
+    conversion for each of two channels. A larger output patch reuses each input pixel for more
+    outputs. With a 5x5 kernel, a 4x4 patch loads 64 pixels for 400 products; a 1x1 patch loads 25
+    pixels for 25 products. Each thread therefore takes only two channels and spends its registers
+    on the sums of a larger patch. A warp still reads a full cache line: 64 channels, or 4 bytes per
+    thread. Wider loads would need fewer instructions, but each additional channel per thread needs
+    registers for a whole patch.
 
-    A larger patch also means fewer programs: for one 7x7 image, fewer than SMs. The choice
-    minimises the instructions issued by the busiest quarter of an SM. A single warp issues at most
-    every other cycle. On a tie, the smaller patch wins.
+    A larger patch also means fewer programs: a single 7x7 image may have fewer programs than the
+    device has SMs. The chosen patch minimises the instructions issued by the busiest quarter of an
+    SM. A single warp issues an instruction at most every other cycle. On a tie, the smaller patch
+    wins.
     """
     channels = _channels_of_tile(shape[1])
     blocks = -(-shape[1] // channels)
@@ -119,7 +121,7 @@ def tile_for(
 
 
 def _channels_of_tile(count: int) -> int:
-    """Largest tile width whose share of padding channels is at most 1/WASTE."""
+    """Largest tile width, 64 or 32 channels, that pads channels by at most 1/WASTE; else 16."""
     for channels in (64, 32):
         if -(-count // channels) * channels * WASTE <= count * (WASTE + 1):
             return channels
@@ -129,7 +131,7 @@ def _channels_of_tile(count: int) -> int:
 def _instructions(patch: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Pair:
     """Estimate the instructions a warp issues per patch, and the values a thread holds per channel.
 
-    The coefficients were counted in code compiled for compute capability 9.0.
+    The coefficients are instruction counts of code compiled for compute capability 9.0.
     """
     seen = [
         len({o * step + tap * gap for o in range(out) for tap in range(taps)})

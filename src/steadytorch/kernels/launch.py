@@ -1,4 +1,4 @@
-"""Launches of Triton kernels with little host time, and checks of which tensors they support."""
+"""Launches Triton kernels with little host overhead, and checks which tensors are supported."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def is_covered(*tensors: Tensor) -> bool:
 
 
 def is_launchable(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a kernel can address this tensor (on any device) as one of type `dtype`."""
+    """Whether this tensor, on any device, has the supported type `dtype` and a supported size."""
     return tensor.dtype is dtype and dtype in TYPES and 0 < tensor.numel() <= MOST_ELEMENTS
 
 
 def is_channels_last(tensor: Tensor) -> bool | None:
     """Whether a tensor is channels_last; None if it is neither channels_last nor contiguous.
 
-    A tensor that is both, for example with one channel, counts as contiguous. A single image with
-    an unusual batch stride, such as a permuted (H, W, C), is neither: PyTorch treats it as
-    contiguous when it chooses the layout of results.
+    A tensor that is both channels_last and contiguous, for example with one channel, counts as
+    contiguous. A single image with an unusual batch stride, such as a permuted (H, W, C), gives
+    None, because PyTorch lays out its results as contiguous.
     """
     if tensor.is_contiguous():
         return False
@@ -63,7 +63,7 @@ Function = Callable[..., Tensor]
 
 
 def route(bare: Function, operator: Function, eager: Function, *tensors: Tensor) -> Function:
-    """Choose one of three equivalent functions for a call.
+    """Choose one of three equivalent implementations of an operator for a call.
 
     Args:
         bare: fast path, without the dispatcher: saves 10 us of host time; the launch takes 5 us.
@@ -98,7 +98,7 @@ _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
 
 
 def traced(find: Callable[..., Any], eager: Function) -> Function:
-    """Make the fake implementation of an operator: `eager`, while its kernel compiles in a thread.
+    """Make an operator's fake-tensor function: runs `eager` while a thread compiles the kernel.
 
     Args:
         find: makes the launch for the operator's arguments, as for real tensors.
@@ -128,12 +128,12 @@ def traced(find: Callable[..., Any], eager: Function) -> Function:
 
 
 def _is_concrete(tensor: Tensor) -> bool:
-    """Whether all sizes are plain numbers; comparing symbolic sizes would add guards."""
+    """Whether all sizes and strides are plain ints; comparing symbolic sizes would add guards."""
     return all(type(size) is int for size in (*tensor.shape, *tensor.stride()))
 
 
 class Launch:
-    """A kernel with its grid and non-tensor arguments, for tensors of one kind.
+    """A kernel with its grid and non-tensor arguments, for tensors of fixed shapes and type.
 
     The first call goes through Triton's compiler and cache. Later calls pass addresses straight to
     the compiled kernel and skip Triton's check of each argument. During tracing, the constructor

@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("steadytorch", "FRAGMENT")
 
 
 class FusedOperator:
-    """An operator with one kernel for the arguments it supports, and PyTorch's steps for others.
+    """An operator that runs a fused kernel if it supports the arguments, else PyTorch's operators.
 
     Args:
         schema: schema in PyTorch's syntax; tensors that may be missing are `Tensor?`.
@@ -46,7 +46,7 @@ class FusedOperator:
         self._places = [place for place, argument in arguments if "Tensor" in str(argument.type)]
 
     def __call__(self, public: Function, *given: Any) -> Tensor:
-        """Compute the result of the function `public` for the operator's arguments.
+        """Compute the operator; `public` is its user-facing function, for `__torch_function__`.
 
         Raises:
             KeyError: unknown activation.
@@ -70,7 +70,7 @@ class FusedOperator:
 
 
 def pairs(*sizes: int | Sequence[int]) -> list[Sequence[int]]:
-    """Sizes as (vertical, horizontal), from one number for both or from a pair."""
+    """Convert each size to a (vertical, horizontal) pair; a single number applies to both."""
     return [(size, size) if isinstance(size, int) else size for size in sizes]
 
 

@@ -1,7 +1,7 @@
 """Fused pointwise (1x1) convolution with gate, bias, activation and residual.
 
-The convolution is a matrix product. In most networks it is too small to be compute-bound: it is
-bound by memory or, for a single image, by kernel launches.
+A pointwise convolution is a matrix product. In most networks a pointwise convolution is
+memory-bound or, for a single image, launch-bound, rather than compute-bound.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PreparedPointwiseConv:
         gate: Tensor | None,
         other: Tensor | None,
     ) -> Tensor:
-        """Launch and return the result; the tensors must match the description."""
+        """Launch the kernel and return its result; tensors must have the prepared shapes."""
         y = torch.empty_strided(self._shape, self._strides, dtype=x.dtype, device=x.device)
         bias, gate, other = (x if t is None else t for t in (bias, gate, other))
         self._launch(x, weight, bias, gate, other, y)
@@ -171,11 +171,12 @@ def prepared(
 def _strides(
     x: Place, weight: Place, activation: str, is_gated: bool, other: Place | None
 ) -> tuple[int, ...] | None:
-    """Strides of PyTorch's result; None if the kernel cannot read these layouts.
+    """Strides that PyTorch gives the result; None if the kernel does not support these layouts.
 
-    For 1x1 images both layouts have the same memory order; only the strides of size-1 axes differ.
-    PyTorch's convolution returns channels_last if an input or weight is. Elementwise operators then
-    return contiguous strides, except ReLU6, which is left to PyTorch.
+    For 1x1 images, contiguous and channels_last have the same memory order; only the strides of
+    size-1 axes differ. PyTorch's convolution returns channels_last if its input or weight is
+    channels_last. Elementwise operators on 1x1 images return contiguous strides, except ReLU6,
+    which is left to PyTorch.
     """
     (batch, _, height, width), outputs = x[0], weight[0][0]
     y_orders = _orders((batch, outputs, height, width))

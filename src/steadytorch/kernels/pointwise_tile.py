@@ -39,19 +39,18 @@ class PointwiseTile(NamedTuple):
 
 
 def tile_for(rows: int, outputs: int, channels: int, cores: int) -> PointwiseTile:
-    """Choose the tile of a product of these sizes on a device with `cores` SMs.
+    """Choose the tile of a matrix product of these sizes on a device with `cores` SMs.
 
-    Batches are bound by reading pixels:
+    Batches of images are bound by reading pixels. A program therefore computes up to 128 output
+    channels from one read of at least 64 rows, as Hopper's tensor cores take at once. The next
+    programs compute further output channels of the same rows, which are then in L2. The width of a
+    large tile, 128 or 64 channels, is chosen for less padding: 320 channels are five times 64. A
+    thread holds at most 64 sums, so that several programs fit on an SM. With few channels there is
+    nothing to prefetch, and concurrent programs hide each other's latency instead.
 
-    - A program computes up to 128 output channels from one read of at least 64 rows, which Hopper's
-      tensor cores take at once. The next programs compute further channels; they find the rows in
-      L2.
-    - Its width, 128 or 64 channels, is the one with less padding: 320 channels are five times 64.
-    - A thread holds at most 64 sums, so that several programs fit on an SM. With few channels there
-      is nothing to prefetch, and concurrent programs hide each other's latency instead.
-
-    Single images fit in L2 and are bound by the busiest SM, so tiles shrink until each SM has one.
-    Small tiles are bound by latency: they take 128 channels at a time and prefetch further ahead.
+    Single images fit in L2 and are bound by the busiest SM, so tiles shrink until each SM has a
+    tile. Small tiles are latency-bound: they process 128 channels at a time and prefetch further
+    ahead.
 
     Each program sums over all channels in a fixed order, so results are bitwise reproducible.
     """
@@ -127,7 +126,7 @@ def launch_for(
 
 
 def is_within_reach(rows: int, outputs: int, channels: int) -> bool:
-    """Whether all offsets, including masked ones, fit in 32 bits."""
+    """Whether all element offsets, including those of masked loads, fit in 32 bits."""
     most = max(rows, outputs) + MOST_ROWS
     return most * max(channels, outputs) + MOST_DEPTH < 2**31
 

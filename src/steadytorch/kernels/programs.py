@@ -1,6 +1,6 @@
 """Triton kernels for ReLU, pooling and network stems.
 
-All compute in float32, to which every supported type converts exactly. `tl.maximum` with
+All kernels compute in float32, to which every supported type converts exactly. `tl.maximum` with
 `PropagateNan.ALL` returns NaN if either operand is NaN, like PyTorch's ReLU and pooling, and treats
 +0.0 as larger than -0.0.
 """
@@ -20,7 +20,7 @@ def _larger(one, other):
 
 @triton.jit
 def _tap(best, x, wanted, plane, line, at, channel, height, width, inner, CLIPPED: tl.constexpr):
-    """Update the maxima of a block with one tap of the window."""
+    """Update the maxima of a block with one tap of the pooling window."""
     if CLIPPED:
         wanted = wanted & (line >= 0) & (line < height) & (at >= 0) & (at < width)
     value = tl.load(x + ((plane * height + line) * width + at) * inner + channel, wanted, other=0.0)
@@ -29,7 +29,7 @@ def _tap(best, x, wanted, plane, line, at, channel, height, width, inner, CLIPPE
 
 @triton.jit
 def _two_taps(best, x, wanted, plane, line, at, height, width):
-    """Update the maxima with both taps of a window line; `at` covers all pixels of the line."""
+    """Update the maxima of a block with both taps of one line of each pooling window."""
     wanted = wanted & (line >= 0) & (line < height) & (at < width)
     value = tl.load(x + (plane * height + line) * width + at, wanted, other=0.0)
     left, right = tl.split(tl.reshape(value, (best.shape[0], best.shape[1], 2)))
@@ -62,9 +62,10 @@ def relu_max_pool(
 ):
     """ReLU and max-pooling; a block covers rows of contiguous outputs.
 
-    Contiguous are channels if READ is "last", else pixels. The maximum starts from zero, which
-    applies the ReLU. READ "pairs" is for adjacent windows of width 2: one contiguous load serves
-    both taps. A strided load would use only half of the data it fetches.
+    Contiguous outputs are channels if READ is "last", otherwise pixels of a line. The maximum
+    starts from zero, which applies the ReLU. READ "pairs" is for adjacent windows of width 2: one
+    contiguous load serves both taps of a line. For windows of width 2, a load with stride 2 would
+    use only half of the data it fetches.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -147,7 +148,7 @@ def _to_tf32(value):
 
 @triton.jit
 def _weights(weight, number, channel, G: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the weights of one line of taps, (taps, outputs); zero where an output has no tap."""
+    """Load the weights of one kernel line, (taps, outputs); zero where an output has no tap."""
     output = tl.arange(0, COLUMNS * G.channels)[:, None]
     # The taps of the second column are shifted by `stride_w` pixels.
     own = tl.arange(0, G.wide)[None, :] - G.lead - output // G.channels * (G.stride_w * G.inner)
@@ -163,7 +164,7 @@ def _weights(weight, number, channel, G: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _pixels(x, at, within, line, number, G: tl.constexpr):
-    """Load the pixels under one line of taps for a line of the convolution, (pairs, taps)."""
+    """Load the pixels under one kernel line for one output line; shape (pairs, taps)."""
     row = line * G.stride_h - G.padding_h + number // G.planes
     start = (number % G.planes * G.height + row) * (G.width * G.inner)
     value = tl.load(x + start + at, within & (row >= 0) & (row < G.height), other=0.0)
@@ -174,11 +175,11 @@ def _pixels(x, at, within, line, number, G: tl.constexpr):
 
 @triton.jit
 def _two_lines(x, weights, at, within, line, valid, G: tl.constexpr, UPPER: tl.constexpr):
-    """Two lines of the convolution, (pairs, outputs) each; minus infinity outside of it.
+    """Compute two lines of the convolution, (pairs, outputs) each; -inf outside of its result.
 
-    The lines share most of their input. Unless UPPER, only the lower one is computed. Each column
-    of a pair multiplies the pixels that only the other column needs by zero. If such a pixel is not
-    finite, the product is NaN.
+    The two lines share most of their input. Unless UPPER is set, only the lower line is computed.
+    Both columns of a pair read the same pixels; a column has zero weights for pixels that only the
+    other column needs. A zero weight times a non-finite pixel gives NaN.
     """
     # A sum that starts at minus infinity stays there: cheaper than a select at the end.
     upper_valid = valid & (line >= 0) & (line < G.conv_height)
@@ -197,9 +198,10 @@ def _two_lines(x, weights, at, within, line, valid, G: tl.constexpr, UPPER: tl.c
 
 @triton.jit
 def _largest_of_column(x, weight, at, within, top, valid, channel, G: tl.constexpr):
-    """Maximum over three lines of one column of each pair, (pairs, channels).
+    """Compute the maximum over three lines for one column of each pair; (pairs, channels).
 
-    Exact: reads only pixels of its own column, so it is free of the NaN of `_two_lines`.
+    The column multiplies only the pixels that it needs, which avoids the spurious NaN of
+    `_two_lines`.
     """
     own = tl.arange(0, G.wide)[None, :] - G.lead
     within = within & (own >= 0) & (own < G.kernel_w * G.inner)
@@ -225,7 +227,7 @@ def _exists(pair, column, G: tl.constexpr):
 
 @triton.jit
 def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constexpr):
-    """Store a line of the result, the maximum over three columns; return which pairs hold NaN."""
+    """Pool over three columns, store a line of the result, and return which pairs hold NaN."""
     own = _maximum(_maximum(first, second) + bias, 0.0)
     if 2 * G.out_width - 1 - G.pool_padding >= G.conv_width:
         # Both columns of the last pair may lie outside: -inf plus an infinite bias would be NaN.
@@ -245,13 +247,14 @@ def _store_line(y, first, second, bias, pair, target, stored, row, G: tl.constex
 
 @triton.jit
 def conv_relu_max_pool(x, weight, bias, y, columns, G: tl.constexpr):
-    """Convolution, ReLU and 3x3 max-pooling with stride 2; walks down one strip of lines.
+    """Convolution, ReLU and 3x3 max-pooling with stride 2; a program walks down a strip of lines.
 
     Columns of the convolution are processed in pairs, one pair per column of the result, numbered
-    over all images. For each line of taps, a pair reads one contiguous run of pixels, which is a
-    row of a matrix product and serves both columns. The window's third column is the second one of
-    the pair on the left. Its third line is the lower line of the previous step. Only the first pair
-    of a program and the first line of a strip are computed just for this overlap.
+    over all images. For each kernel line, a pair reads one contiguous run of pixels, which is a row
+    of a matrix product and serves both columns. The third column of a pooling window is the second
+    column of the pair on its left. The third line of a pooling window is the lower line of the
+    previous step. Only a program's first pair and a strip's first line are computed solely because
+    pooling windows overlap.
     """
     lane = tl.arange(0, G.pairs)
     place = tl.program_id(0) * (G.pairs - 1) - 1 + lane

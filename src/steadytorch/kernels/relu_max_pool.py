@@ -1,8 +1,9 @@
 """Fused ReLU and 2D max-pooling.
 
-Separately, the two read the input, write it, read it again, and pooling writes indices that
-inference does not need. Fused, they read the input once and write the result. For a 2x2 window the
-memory traffic falls from 3.75 to 1.25 times the input's bytes.
+As separate operators, ReLU reads and writes the input, and pooling reads it again and writes
+indices that inference does not need. The fused kernel reads the input once and writes the result.
+For a 2x2 window in float32, fusion cuts the memory traffic from 3.75 to 1.25 times the input's
+bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def relu_max_pool2d(
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Compute `max_pool2d(relu(x), ...)`, on CUDA in one kernel and bitwise equal.
+    """Compute `max_pool2d(relu(x), ...)`, on CUDA in one kernel, bitwise equal to PyTorch's.
 
     Args:
         x: shape (N, C, H, W) or (C, H, W).
@@ -98,7 +99,7 @@ def program_for(
 ) -> PreparedReluMaxPool | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Same arguments as `relu_max_pool2d`, with sizes as pairs.
+    Takes the arguments of `relu_max_pool2d`, with sizes as (vertical, horizontal) pairs.
     """
     sizes: Any = (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation))
     return prepared(x.shape, is_channels_last(x), x.dtype, x.device, *sizes, ceil_mode)
@@ -147,7 +148,7 @@ class PreparedReluMaxPool:
         self._launch = Launch(programs.relu_max_pool, grid, arguments, device, warps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Launch and return the result in the input's layout; `x` must match the description."""
+        """Launch the kernel and return its result in the layout of `x`."""
         y = x.new_empty_strided(self._shape, self._strides)
         self._launch(x, y)
         return y
@@ -187,7 +188,7 @@ def prepared(
 
 
 def checked_outputs(shape: torch.Size, dtype: torch.dtype, window: Window) -> Pair | None:
-    """Height and width of the output; None if PyTorch raises or the output is too large."""
+    """Height and width of the output; None if PyTorch rejects them or the output is too large."""
     try:
         outputs = _outputs(shape, window)
     except RuntimeError:  # the eager call raises PyTorch's own error
@@ -214,9 +215,9 @@ def _axes(shape: Sequence[int], outputs: Pair, window: Window) -> list[tuple[int
 
 
 def _every_window_sees(shape: Sequence[int], outputs: Pair, window: Window) -> bool:
-    """Whether every window covers a pixel of the input; a dilated window may miss all of them.
+    """Whether every window covers an input pixel; a dilated window may cover only padding.
 
-    For an empty window PyTorch returns minus infinity, and the kernel would return zero.
+    For a window without input pixels, PyTorch returns minus infinity; the kernel would return zero.
     """
     return all(
         gap == 1

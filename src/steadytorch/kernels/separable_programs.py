@@ -1,6 +1,6 @@
 """Triton kernels for pointwise, depthwise and small-channel convolutions.
 
-A Linear runs as a pointwise convolution. Like those in `programs`, all compute in float32.
+A Linear layer runs as a pointwise convolution. All kernels accumulate in float32.
 """
 
 # ruff: noqa: N803 - by Triton's convention, compile-time constants are in capitals
@@ -22,10 +22,10 @@ def _clipped(value, low, high):
 def _gelu(value):
     """GELU in its erf form, x * Phi(x), with Phi the normal CDF.
 
-    The tail Phi(-|x|) is 2 to the power of a fitted polynomial. Results have an absolute error of
-    at most 3e-7 and a relative error of at most 1e-5. `tl.erf` takes three times as many
-    instructions, which would be 75 % of a product of 96 channels. Near -1 it also loses digits of
-    negative results to cancellation.
+    The tail Phi(-|x|) is computed as 2 to the power of a fitted polynomial in |x|. Results have an
+    absolute error of at most 3e-7 and a relative error of at most 1e-5. GELU with `tl.erf` takes
+    three times as many instructions: 75 % of those of a matrix product over 96 channels. For
+    negative inputs, 1 + erf also loses precision to cancellation where erf is near -1.
     """
     size = tl.abs(value)
     power = -1.0e-6 * size + 4.72963e-5
@@ -87,9 +87,9 @@ def pointwise_conv(
 ):
     """Matrix product (pixels of all images x channels) @ (channels x outputs).
 
-    Sizes are variables, so that one compiled kernel serves many layers. Where possible, they are
-    passed as multiples of 16 bytes, which tells the compiler that rows are aligned. Output blocks
-    of the same pixels have consecutive program IDs, so that they run together and share L2.
+    Sizes are variables, so that one compiled kernel serves many layers. Where possible, sizes are
+    passed in units of 16 bytes, which tells the compiler that rows are aligned. Output blocks of
+    the same pixels have consecutive program IDs, so that they run together and share L2.
 
     GATE is "" for no gate, "one" if all rows of a program belong to one image, "each" otherwise.
     """
@@ -138,7 +138,7 @@ def pointwise_conv(
 
 @triton.jit
 def _line_of_taps(taps, weight, has, LINE: tl.constexpr, G: tl.constexpr):
-    """Append the taps of one line of the kernel to the tuple `taps`."""
+    """Append the weights of one line of the convolution kernel to the tuple `taps`."""
     for column in tl.static_range(tl.constexpr(G.kernel_w)):
         tap = tl.load(weight + (LINE * G.kernel_w + column) * G.all_channels, has, other=0.0)
         taps = taps + (tap.to(tl.float32),)  # noqa: RUF005 - Triton's
@@ -147,7 +147,7 @@ def _line_of_taps(taps, weight, has, LINE: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _line_of_pixels(x, has, top, left, LINE: tl.constexpr, G: tl.constexpr):
-    """Load one line of the patches' input windows, as a tuple by column."""
+    """Load one line of each patch's input window, as a tuple with one entry per column."""
     # Unsigned comparison, so that one check per load covers both edges. For a line outside of the
     # input, the width is set to 0, which masks all columns.
     row = (top + LINE).to(tl.uint32, bitcast=True)
@@ -164,7 +164,7 @@ def _line_of_pixels(x, has, top, left, LINE: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _with_line(total, values, taps, COLUMN: tl.constexpr, BELOW: tl.constexpr, G: tl.constexpr):
-    """Add to one output of each patch the input line that is `BELOW` lines into its window."""
+    """Add input line `BELOW` of an output's window to the sum of that output, for each patch."""
     if BELOW >= 0 and BELOW % G.dilation_h == 0 and BELOW // G.dilation_h < G.kernel_h:
         for column in tl.static_range(tl.constexpr(G.kernel_w)):
             value = values[COLUMN * G.stride_w + column * G.dilation_w]
@@ -178,10 +178,10 @@ def _with_line(total, values, taps, COLUMN: tl.constexpr, BELOW: tl.constexpr, G
 def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
     """Depthwise convolution with bias and activation; channels are innermost in all tensors.
 
-    Each row of a tile is an output patch of `G.rows` by `G.columns` pixels, each column a channel.
-    Patches are numbered over lines and images. Each input pixel is loaded once for all outputs of
-    the patch. Weights are loaded for each patch, although all patches share them: with the shape of
-    the tile, they are already in the thread that needs them, without an exchange.
+    Each row of a tile is an output patch of `G.rows` by `G.columns` pixels; each column of a tile
+    is a channel. Patches are numbered consecutively over lines and images. Each input pixel is
+    loaded once for all outputs of a patch. Weights are loaded separately for each patch, so that
+    every thread has the weights that it needs and threads exchange none.
     """
     blocks: tl.constexpr = (G.all_channels + G.channels - 1) // G.channels
     across: tl.constexpr = (G.out_width + G.columns - 1) // G.columns
@@ -229,11 +229,12 @@ def depthwise_conv(x, weight, bias, y, images, G: tl.constexpr):
 def thin_conv(x, weight, bias, y, images, G: tl.constexpr):
     """Convolution of few channels with bias and activation, as an implicit matrix product.
 
-    Rows are output pixels, numbered over lines and images. The depth is the taps of all channels,
-    in blocks. Each thread holds one pixel, with its taps in registers. Tap offsets are then part of
-    the load instructions, and one bounds check per line and per column serves all taps there. With
-    taps along the threads, each load would need its own address and two checks: nearly twice the
-    instructions in total. (If neither axis is contiguous, Triton assigns threads to the first.)
+    Rows of the matrix product are output pixels, numbered over lines and images. The depth of the
+    matrix product is the taps of all channels, in blocks. Each thread holds one output pixel, with
+    the inputs of its taps in registers. With one pixel per thread, tap offsets are part of the load
+    instructions, and taps of a line or column share one bounds check. With taps spread over
+    threads, each load would need its own address and two checks: nearly twice the instructions in
+    total. Triton assigns threads to the first axis if neither axis is contiguous.
     """
     depth: tl.constexpr = G.kernel_h * G.kernel_w * G.channels
     blocks: tl.constexpr = (G.outputs + G.columns - 1) // G.columns

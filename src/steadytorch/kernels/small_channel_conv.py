@@ -1,4 +1,4 @@
-"""Fused convolution of few input channels, such as a network's first, with bias and activation."""
+"""Fused convolution, bias and activation for few input channels, as in a network's first layer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def thin_conv2d(
 ) -> Tensor:
     """Compute `activation(conv2d(x, weight, bias, stride, padding, dilation))`.
 
-    On CUDA, one kernel does this for 16-bit types and up to four channels. It accumulates in
-    float32 and rounds once; PyTorch rounds after each step.
+    On CUDA, a single fused kernel handles 16-bit types and up to four input channels. The kernel
+    accumulates in float32 and rounds once; PyTorch rounds after each step.
 
     Args:
         x: shape (N, C, H, W).
@@ -58,8 +58,8 @@ def thin_conv2d(
 def is_thin(kernel: Sequence[int]) -> bool:
     """Whether the kernel supports a weight of shape (K, C, height, width).
 
-    1x1 kernels belong to `pointwise_conv2d`. A single output channel is not supported, because its
-    strides do not tell contiguous from channels_last.
+    Kernels of size 1x1 belong to `pointwise_conv2d`. A single output channel is not supported,
+    because its strides cannot distinguish contiguous from channels_last.
     """
     if len(kernel) != 4 or not 1 < kernel[0] <= MOST_OUTPUTS or kernel[1] > MOST_CHANNELS:
         return False
@@ -90,7 +90,7 @@ def program_for(
 ) -> PreparedSmallChannelConv | None:
     """Return the launcher for this call, or None to use PyTorch's operators.
 
-    Same arguments as `thin_conv2d`, with sizes as pairs.
+    Takes the arguments of `thin_conv2d`, with sizes as (vertical, horizontal) pairs.
     """
     others = (weight,) if bias is None else (weight, bias)
     if any(t.device != x.device for t in others):
@@ -113,13 +113,14 @@ class SmallChannelTile(NamedTuple):
 def tile_for(pixels: int, outputs: int, taps: int, cores: int) -> SmallChannelTile:
     """Choose the tile of a convolution of these sizes on a device with `cores` SMs.
 
-    Columns: loading 27 taps costs a thread about as many instructions as 12 outputs with SiLU, at
-    13 instructions each. More than 64 outputs would need too many registers. So 32 outputs are one
-    block and 96 are three, which avoids padding, although pixels are then loaded three times.
+    Tile width: loading 27 taps costs a thread about as many instructions as 12 outputs with SiLU,
+    at 13 instructions each. More than 64 outputs per program would need too many registers. A layer
+    with 96 outputs therefore uses three blocks of 32: no padding, although pixels are loaded three
+    times.
 
-    Rows: 128 pixels are what four warps pass to Hopper's tensor cores in two steps. For one image
-    of 112x112, that is only 98 programs for 132 SMs. Smaller inputs use fewer pixels per program,
-    down to one warp's 32, until there are two programs per SM.
+    Tile height: four warps pass 128 pixels to Hopper's tensor cores in two steps. With 128 pixels
+    per program, one 112x112 image gives only 98 programs for 132 SMs. Smaller inputs therefore use
+    fewer pixels per program, down to one warp's 32, until there are two programs per SM.
     """
     columns = min((64, 32, 16), key=lambda wide: -(-outputs // wide) * (wide + 12))
     blocks = -(-outputs // columns)
@@ -195,7 +196,7 @@ class PreparedSmallChannelConv:
         self._launch = Launch(program, (programs, 1, 1), (images, g), device, self.warps)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Launch and return the result; the tensors must match the description."""
+        """Launch the kernel and return its result; tensors must have the prepared shapes."""
         y = torch.empty(self._shape, dtype=x.dtype, device=x.device, memory_format=self._layout)
         self._launch(x, weight, weight if bias is None else bias, y)
         return y

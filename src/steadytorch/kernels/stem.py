@@ -119,15 +119,15 @@ class StemGeometry(NamedTuple):
     strip: int = 0
 
     def cut_up(self, config: Config) -> StemGeometry:
-        """Copy with the tile sizes of a configuration."""
+        """Return a copy with the tile sizes of a configuration."""
         return self._replace(pairs=config.pairs, channels=config.channels, strip=config.strip)
 
     def columns(self, batch: int) -> int:
-        """Pairs of columns in `batch` images, including those left of an unpadded window."""
+        """Number of column pairs in `batch` images; without pooling padding, one more per image."""
         return batch * (self.out_width + 1 - self.pool_padding)
 
     def grid(self, batch: int) -> tuple[int, int, int]:
-        """Programs along pairs (one pair of each program is overlap), strips and channels."""
+        """Number of programs along pairs, strips and channels; neighbours overlap by one pair."""
         pairs = -(-self.columns(batch) // (self.pairs - 1))
         return pairs, -(-self.out_height // self.strip), -(-self.outputs // self.channels)
 
@@ -207,9 +207,10 @@ def layouts(x: Tensor, weight: Tensor) -> tuple[bool, bool] | None:
 
 
 def _goes_last(tensor: Tensor) -> bool | None:
-    """Whether PyTorch treats a tensor as channels_last; None if the strides match no layout.
+    """Whether PyTorch treats a tensor as channels_last; None if the strides match neither layout.
 
-    The strides decide where sizes are ambiguous, that is for one channel or one pixel.
+    With one channel or one pixel, a tensor is both contiguous and channels_last; its exact strides
+    then decide.
     """
     is_last = is_channels_last(tensor)
     if is_last or not tensor.is_contiguous(memory_format=torch.channels_last):
@@ -263,15 +264,15 @@ def config_for(
 
 
 def busy_cores(geometry: StemGeometry, batch: int, device: torch.device) -> int:
-    """Number of SMs this launch occupies."""
+    """Number of SMs that one launch of the stem occupies."""
     return min(math.prod(geometry.grid(batch)), resources_of(device)[1])
 
 
 def shared_bytes(geometry: StemGeometry, config: Config, dtype: torch.dtype) -> int:
     """Upper bound of the shared memory of a program, in bytes.
 
-    It holds the weights of the program's channels for two columns each, the pixels of a line of
-    taps for each stage, and a buffer to exchange a line of the result between threads.
+    Shared memory holds the weights for both columns of a pair, the pixels of each pipeline stage,
+    and a buffer for exchanging result lines.
     """
     g = geometry
     lines = 1 if config.stages == 1 else config.stages * (g.taps + g.apart)

@@ -49,10 +49,10 @@ class Conditions:
 def join(
     trace: Trace, ledger: Ledger, recording: Recording, *, offset_ns: int
 ) -> tuple[Conditions, ...]:
-    """Conditions of each step, in order.
+    """Telemetry conditions during each step, in order.
 
-    Counters use the ticks around a step, so other events within a tick count too. The recording
-    must cover the trace.
+    Counters are read at the telemetry ticks before and after a step, so they include events just
+    outside the step. The telemetry recording must cover the whole trace.
 
     Args:
         trace: trace whose `origin_ns` gives its unix time.
@@ -97,7 +97,7 @@ def _within(recording: Recording, begin: int, end: int) -> Conditions:
 def _level(
     column: tuple[int, ...] | None, at: np.ndarray, begin: int, end: int
 ) -> np.ndarray | None:
-    """Values at the ticks within a step, else at the tick before it; None if there are none."""
+    """Values at the ticks within a step, else at the tick before the step; None if not recorded."""
     if not column:
         return None
     first, after = np.searchsorted(at, [begin, end], side="left")

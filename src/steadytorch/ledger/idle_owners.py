@@ -1,8 +1,9 @@
-"""Find the owner of each idle GPU nanosecond: the reason why the next event began no earlier.
+"""Assign each idle GPU nanosecond to the cause that delayed the next GPU event.
 
-One call on one thread launches the next event. Until that call returns, the GPU waits for the host:
-for that thread, or for another one while that thread does nothing. After the return, the event is
-in the queue and waits for the device. Blocking calls during GPU work therefore cost nothing.
+Each GPU event is launched by one call on one host thread. Until the launch call returns, the GPU
+waits for the launching thread, or for another thread while the launching thread does nothing. After
+the launch call returns, the event is queued and waits for the device. Blocking calls while the GPU
+works therefore cost no idle time.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Owned:
 
 
 class TimeAllocator:
-    """Assign time to owners; the first claim gets it.
+    """Assigns time to owners; time that is claimed twice goes to the first claim.
 
     Args:
         time: time to assign.
@@ -77,7 +78,7 @@ class TimeAllocator:
         self._assigned: list[Owned] = []
 
     def assign(self, name: str, spans: Spans, rows: np.ndarray | int = -1) -> None:
-        """Assign the rest of these spans to a slice.
+        """Assign the still unassigned parts of these spans to a slice.
 
         Args:
             name: the slice.
@@ -98,7 +99,7 @@ class TimeAllocator:
 
 
 def merged(several: list[Owned]) -> Owned:
-    """Merge several that do not overlap into one."""
+    """Merge several `Owned` that do not overlap into one."""
     if not several:
         return Owned(*NEVER, np.empty(0, np.uint8), np.empty(0, np.int64))
     order = np.argsort(np.concatenate([owned.start_ns for owned in several]), kind="stable")
@@ -133,30 +134,30 @@ class Host:
         self._of_any = {kind: self._apart(rows) for kind, rows in self._evidence_rows.items()}
 
     def _apart(self, rows: np.ndarray) -> tuple[np.ndarray, Spans]:
-        """Rows and their time; overlaps go to the first."""
+        """Rows of events and their time; overlaps go to the event that began first."""
         places, spans = firsts(self.trace.events.start_ns[rows], self.trace.events.end_ns[rows])
         return rows[places], spans
 
     def evidence_of(self, kind: Evidence, thread: int | None) -> tuple[np.ndarray, Spans]:
-        """Rows and their time, of one thread or of all; overlaps go to the first."""
+        """Rows and time of one kind of evidence; overlaps go to the event that began first."""
         if thread is None:
             return self._of_any[kind]
         return self._apart(self._evidence_by_thread[kind].get(thread, NO_ROWS))
 
     def work_of(self, thread: int) -> np.ndarray:
-        """Rows of the operators and calls of this thread, without step marks."""
+        """Rows of a thread's operators and CUDA calls, without step marks."""
         return self._work.get(thread, NO_ROWS)
 
     def busy(self, thread: int) -> Spans:
-        """Time in which operators or calls of this thread were open."""
+        """Time in which at least one operator or CUDA call of this thread was running."""
         rows = self.work_of(thread)
         return union(self.trace.events.start_ns[rows], self.trace.events.end_ns[rows])
 
     @cached_property
     def quiet(self) -> Spans:
-        """Spans longer than the limit in which no thread's activity begins or ends.
+        """Spans longer than `LAUNCH_LIMIT_NS` in which no host activity begins or ends.
 
-        Time before the first event and after the last counts too, however short.
+        The time before the first host event and after the last one is always included.
         """
         events = self.trace.events
         rows = np.concatenate([*map(self.work_of, self.threads), self.marks])
@@ -166,7 +167,7 @@ class Host:
         return Spans(start, end).pick(start < end - LAUNCH_LIMIT_NS)
 
     def innermost(self, thread: int, moments: np.ndarray) -> np.ndarray:
-        """Rows of a thread's innermost event, Python included; the main thread's if it has none."""
+        """Row of the thread's innermost event at each moment, else the main thread's, else -1."""
         events = self.trace.events
         found = np.full(len(moments), -1)
         for asked in (thread, self.threads[0]):
@@ -180,7 +181,7 @@ class Host:
 
     @cached_property
     def _shown(self) -> dict[int, np.ndarray]:
-        """Events with a duration that show a thread's activity, by thread, without step marks."""
+        """Rows of host events with a duration, by thread; step marks are excluded."""
         events = self.trace.events
         rows = events.of(*HOST, Category.ANNOTATION, Category.PYTHON)
         rows = rows[events.end_ns[rows] > events.start_ns[rows]]
@@ -188,7 +189,7 @@ class Host:
 
 
 def _by_thread(trace: Trace, rows: np.ndarray) -> dict[int, np.ndarray]:
-    """The rows of each thread, in order."""
+    """Split event rows by thread, in order."""
     thread = trace.events.thread[rows]
     order = np.argsort(thread, kind="stable")
     numbers, first = np.unique(thread[order], return_index=True)
@@ -230,7 +231,7 @@ def own_idle(
 
 
 def _main_thread(trace: Trace, marks: np.ndarray, call: np.ndarray) -> int:
-    """The thread of the step marks, else of most launches, else of most work; -1 without any."""
+    """The thread of the step marks, else of most launches, else of most host events; else -1."""
     events = trace.events
     for rows in (marks, call[call >= 0], events.of(*HOST)):
         if len(rows):
@@ -241,7 +242,7 @@ def _main_thread(trace: Trace, marks: np.ndarray, call: np.ndarray) -> int:
 def _ask_host(
     allocator: TimeAllocator, host: Host, own: int, gaps: Spans, call: np.ndarray
 ) -> None:
-    """Assign the time before a launch: to its thread's reasons, else to those of others."""
+    """Assign idle time before launches to causes on the launching thread, else on other threads."""
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
         allocator.assign(_slice(kind), spans, rows)
@@ -267,7 +268,7 @@ def _slice(kind: Evidence) -> str:
 def _in_queue(
     trace: Trace, waits: Spans, event: np.ndarray, call: np.ndarray, names: tuple[str, ...]
 ) -> Owned:
-    """Owners of the time from the return of a launch to its start on the idle GPU."""
+    """Owners of the idle GPU time from the return of a launch call to the event's start."""
     some = np.flatnonzero(waits.end > waits.start)
     waits, event = waits.pick(some), event[some]
     crossing = _waited_for_stream(trace)[np.maximum(call[some], 0)]
@@ -281,9 +282,9 @@ def _in_queue(
 
 
 def _waited_for_stream(trace: Trace) -> np.ndarray:
-    """Mask of launches whose thread has just made their stream wait for another.
+    """Mask of launch calls whose thread has just made a CUDA stream wait for another stream.
 
-    The waiting call does not name its stream; it is taken to be that of the thread's next launch.
+    The trace does not record which stream waits; the stream of the thread's next launch is assumed.
     """
     events = trace.events
     waits = by_name(trace, CALLS, WAITS.pattern)

@@ -1,8 +1,9 @@
-"""Cut each step into slices that exclude each other and add up to the step.
+"""Split each step into slices of time that do not overlap and add up to the step.
 
-GPU time goes by class. Where classes overlap, the first in `ON_GPU_FIRST` counts, so copies and
-communication show only where no kernel hides them. Each idle nanosecond has one owner: see
-`idle_owners`. A trace without GPU events is cut by its operators: see `operator_slices`.
+GPU time is split by class of event. Where classes of GPU events overlap, the first in
+`ON_GPU_FIRST` counts, so copies and communication show only where no kernel hides them. Each idle
+nanosecond of the GPU has one owner: see `idle_owners`. Without GPU events, steps are split by
+operator: see `operator_slices`.
 """
 
 from __future__ import annotations
@@ -80,19 +81,19 @@ class Ledger:
         return sum(step.total_ns for step in self.steps)
 
     def total(self, *names: str) -> int:
-        """Time of these slices over all steps, in ns."""
+        """Total time of the named slices over all steps, in ns."""
         return sum(step.slices[name] for step in self.steps for name in names)
 
     def mean(self, *names: str) -> float:
-        """Mean time of these slices per step, in ns."""
+        """Mean time of the named slices per step, in ns."""
         return self.total(*names) / len(self.steps) if self.steps else 0.0
 
     def share(self, *names: str) -> float:
-        """Share of these slices in the time of all steps, 0 to 1."""
+        """Share of the named slices in the time of all steps, from 0 to 1."""
         return self.total(*names) / self.total_ns if self.total_ns else 0.0
 
     def idle_of(self, *names: str) -> tuple[np.ndarray, np.ndarray]:
-        """The events that own these slices.
+        """The events that own the time of the named slices.
 
         Returns:
             Rows (-1 for unknown) and the ns of each over all steps, int64, largest first.
@@ -107,7 +108,7 @@ class Ledger:
 
 
 def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
-    """Cut every step into slices.
+    """Split every step of a trace into slices of time.
 
     Args:
         trace: the trace.
@@ -140,7 +141,7 @@ def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
 
 
 def gpu_totals(trace: Trace, rows: np.ndarray) -> GpuTotals:
-    """Busy, idle and total time of these events of one GPU."""
+    """Busy, idle and total time of one GPU, from the rows of its events."""
     events = trace.events
     if not len(rows):
         return GpuTotals(0, 0, 0)
@@ -150,7 +151,7 @@ def gpu_totals(trace: Trace, rows: np.ndarray) -> GpuTotals:
 
 
 def gpu_classes(trace: Trace, rows: np.ndarray) -> dict[str, Spans]:
-    """Time in which each class of these events ran without a class before it in `ON_GPU_FIRST`."""
+    """Time of each class of GPU events, without the time of classes before it in `ON_GPU_FIRST`."""
     category, name = trace.events.category[rows], trace.events.name[rows]
     used = np.unique(name[category == Category.KERNEL])
     exchanging = np.isin(name, [index for index in used if communicates(trace.names[index])])
@@ -165,7 +166,7 @@ def gpu_classes(trace: Trace, rows: np.ndarray) -> dict[str, Spans]:
 
 
 def exclusive(classes: dict[str, np.ndarray], trace: Trace) -> dict[str, Spans]:
-    """Time in which events of each class ran without a class before it.
+    """Time in which events of each class ran, without the time of earlier classes.
 
     Args:
         classes: rows by class, sorted; in order of priority.
@@ -183,7 +184,7 @@ def exclusive(classes: dict[str, np.ndarray], trace: Trace) -> dict[str, Spans]:
 def _filled(
     steps: tuple[Step, ...], names: tuple[str, ...], classes: dict[str, Spans], owned: Owned
 ) -> tuple[Step, ...]:
-    """The steps with their slices filled in."""
+    """Copies of the steps with the time of each slice filled in."""
     start = np.array([step.start_ns for step in steps], np.int64)
     end = np.array([step.end_ns for step in steps], np.int64)
     columns = {name: covered_ns(spans, start, end) for name, spans in classes.items()}

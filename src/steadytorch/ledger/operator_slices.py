@@ -1,4 +1,4 @@
-"""Cut the steps of a trace without GPU events by the work of its operators."""
+"""Split the steps of a trace without GPU events into slices by kind of operator."""
 
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ WAITING = re.compile(
 def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
     """Assign one owner to every ns of `time`.
 
-    The innermost operator on the thread of the step marks comes first. Outside its operators,
-    another thread's operator owns the time, since the first may wait for it.
+    Recorded events of profiler, garbage collection, data loading and compilation come first, then
+    the main thread's innermost operators. Where the main thread has neither operators nor running
+    Python code, operators of other threads own the time; the main thread may be waiting for them.
 
     Args:
         trace: a trace without GPU events.
@@ -144,7 +145,7 @@ def _slice(kind: Evidence) -> str:
 
 
 def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
-    """The thread of the step marks, then those with operators, busiest first."""
+    """The thread of the step marks, then all other threads with operators, busiest first."""
     events = trace.events
     rows = events.of(Category.CPU_OP)
     worked = np.bincount(
@@ -159,12 +160,12 @@ def _threads(trace: Trace, marks: np.ndarray) -> list[int]:
 
 
 def recorded_parts(trace: Trace, name: str = "|".join(map(re.escape, PARTS))) -> np.ndarray:
-    """Rows of the ranges that a watch recorded instead of operators, in order."""
+    """Rows of the ranges that `steady.watch` records instead of operators, in order."""
     return by_name(trace, (Category.ANNOTATION,), name)
 
 
 def _assign_parts(allocator: TimeAllocator, trace: Trace, main: int, marks: np.ndarray) -> None:
-    """Assign recorded parts of steps; the innermost range within a part owns its time."""
+    """Assign the step parts that `steady.watch` recorded; the innermost range owns the time."""
     events = trace.events
     if not len(recorded_parts(trace)):
         return
@@ -179,7 +180,7 @@ def _assign_parts(allocator: TimeAllocator, trace: Trace, main: int, marks: np.n
 
 
 def _assign_operators(allocator: TimeAllocator, trace: Trace, rows: np.ndarray) -> None:
-    """Assign to each operator of one thread its time without nested operators."""
+    """Assign each operator of one thread its self time, without nested operators."""
     events = trace.events
     rows = rows[events.end_ns[rows] > events.start_ns[rows]]
     owner, spans = self_times(events.start_ns[rows], events.end_ns[rows])
@@ -198,7 +199,7 @@ def _kinds(trace: Trace, rows: np.ndarray) -> np.ndarray:
 
 
 def operator_slice(name: str) -> str:
-    """Slice of an operator's own time."""
+    """Slice that receives the self time of the operator with this name."""
     return next(kind for kind, fits in _COMPILED if fits(name))
 
 
@@ -206,7 +207,7 @@ _COMPILED = tuple((kind, re.compile(text, re.DOTALL).fullmatch) for kind, text i
 
 
 def _frames(trace: Trace, thread: int) -> tuple[np.ndarray, Spans]:
-    """Rows of a thread's innermost Python frames, and their time."""
+    """Rows of a thread's innermost Python frames, and the time of each."""
     events = trace.events
     rows = events.of(Category.PYTHON)
     rows = rows[(events.thread[rows] == thread) & (events.end_ns[rows] > events.start_ns[rows])]
@@ -215,7 +216,7 @@ def _frames(trace: Trace, thread: int) -> tuple[np.ndarray, Spans]:
 
 
 def _matching(trace: Trace, rows: np.ndarray, pattern: re.Pattern[str]) -> np.ndarray:
-    """Mask of the rows whose whole name matches."""
+    """Mask of the rows whose whole event name matches the pattern."""
     names, place = np.unique(trace.events.name[rows], return_inverse=True)
     fits = [pattern.fullmatch(trace.names[name]) is not None for name in names.tolist()]
     return np.array(fits, dtype=bool)[place]

@@ -1,9 +1,9 @@
 """Compare the steps of several ranks of one job: own work, transfer, and waiting for others.
 
-Steps are matched by their numbers and collectives by their order, never by clocks: those of
-different machines disagree. A collective ends for all ranks when the latest has joined and the data
-have moved, so the rank that joins last has the shortest one. This is the transfer; the rest of a
-longer one is waiting.
+Steps are matched by number and collectives by order, never by clock, because clocks of different
+machines disagree. A collective ends on all ranks after the last rank has joined and the data have
+moved, so the last rank sees the shortest duration. The shortest duration counts as transfer; the
+excess on other ranks counts as waiting.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Compared:
 
     @property
     def own(self) -> np.ndarray:
-        """Own work: the step without waiting."""
+        """Own work of each rank: step time without waiting."""
         return self.total - self.waiting
 
 
@@ -118,7 +118,7 @@ def steps_of(trace: Trace) -> RankSteps:
 
 
 def _collectives(trace: Trace, ledger: Ledger) -> np.ndarray:
-    """Rows of the collectives: kernels on a GPU, ranges on the host without one."""
+    """Rows of the collectives: kernels in a GPU trace, host ranges in a CPU trace."""
     if ledger.kind == "cpu":
         return by_name(trace, (Category.ANNOTATION, Category.CPU_OP), ON_HOST)
     rows = gpu_rows(trace, ledger.device)
@@ -157,10 +157,10 @@ def _keyed(
 
 
 def _kind(trace: Trace, row: int) -> str:
-    """Name of a collective with its process group, as far as the trace has them.
+    """Name and process group of a collective, as far as the trace records them.
 
-    Kernel names are left out where the name of the collective is known: ranks of one collective may
-    choose other kernels.
+    The kernel name is only a fallback, because ranks may run different kernels for the same
+    collective.
     """
     index = int(trace.events.details[row])
     details = trace.details[index] if index >= 0 else {}
@@ -170,7 +170,7 @@ def _kind(trace: Trace, row: int) -> str:
 
 
 def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
-    """Split the steps that all ranks have.
+    """Split the steps that all ranks have into slices, transfer and waiting.
 
     Args:
         ranks: two or more, of one kind.
@@ -223,9 +223,9 @@ def _running(collectives: dict[Key, tuple[int, int]]) -> Spans:
 
 
 def _transfers(ranks: Sequence[RankSteps], numbers: set[int]) -> tuple[list[Spans], int]:
-    """The part of each rank's collectives that moves data, and the number of unmatched ones.
+    """Time in which each rank's collectives move data, and the number of unmatched collectives.
 
-    A kind is matched in a step if all ranks that have it there have it equally often.
+    In each step, a kind of collective is matched if all ranks that run it run it equally often.
     """
     counts = [Counter(key[:2] for key in rank.collectives) for rank in ranks]
     least: dict[Key, int] = {}

@@ -37,11 +37,11 @@ class Repeats:
     everywhere: np.ndarray
 
     def extra(self, place: int) -> tuple[int, float] | None:
-        """Among kernels that not every step has, the name with the most time in this step."""
+        """Name and time of the kernels with the most time here, among those some steps lack."""
         return self._most(place, np.where(self.everywhere, 0.0, self.typical_ns))
 
     def slowed(self, place: int) -> tuple[int, float] | None:
-        """The name whose kernels exceed their usual time most in this step."""
+        """Name of the kernels that exceed their usual time most in this step, and the excess."""
         return self._most(place, self.over_ns)
 
     def _most(self, place: int, time: np.ndarray) -> tuple[int, float] | None:
@@ -83,7 +83,7 @@ def repeats(trace: Trace, ledger: Ledger) -> Repeats:
 
 
 def _grids(trace: Trace) -> np.ndarray:
-    """A number for each distinct grid, by index of details; the last is for kernels without."""
+    """Number of the launch grid of each `Trace.details` entry; last, -1 for kernels without."""
     numbers: dict[str, int] = {}
     found = [
         numbers.setdefault(str((details.get("grid"), details.get("block"))), len(numbers))
@@ -93,14 +93,14 @@ def _grids(trace: Trace) -> np.ndarray:
 
 
 def _same(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """One number for each distinct pair."""
+    """For each element, the number of its pair (first, second) among all distinct pairs."""
     low = second - second.min() if len(second) else second
     width = int(low.max()) + 1 if len(low) else 1
     return np.unique(first.astype(np.int64) * width + low, return_inverse=True)[1]
 
 
 def _occurrence(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Number of earlier members of its group in its step."""
+    """For each kernel, the number of earlier kernels of the same group in the same step."""
     pair = _same(group, step)
     order = np.argsort(pair, kind="stable")
     ordered = pair[order]
@@ -111,7 +111,7 @@ def _occurrence(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _medians(group: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Median of each value's group, and the size of the group."""
+    """For each value, the median and the size of its group."""
     order = np.lexsort((values, group))
     ordered, sorted_groups = values[order], group[order]
     first = np.searchsorted(sorted_groups, group, side="left")

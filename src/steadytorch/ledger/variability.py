@@ -28,7 +28,7 @@ NAME = 80
 
 @dataclass(frozen=True)
 class VarianceShares:
-    """Sources of the steps' variance.
+    """Sources of the variance of step times, and the slowest steps.
 
     Attributes:
         shares: cov(slice, step) / var(step) by slice. They add up to 1; a slice that compensates
@@ -49,7 +49,8 @@ def variance_shares(
 ) -> VarianceShares:
     """Attribute the variance of the steps to slices, and describe the slowest steps.
 
-    The slices add up to the step, so their covariances with it add up to its variance.
+    The slices add up to the step time, so their covariances with the step time add up to its
+    variance.
 
     Args:
         trace: the trace.
@@ -77,7 +78,7 @@ def variance_shares(
 
 
 def share_of_variance(part: np.ndarray, total: np.ndarray) -> float:
-    """cov(part, total) / var(total), of values by step."""
+    """Return cov(part, total) / var(total), for arrays with one value per step."""
     off = total - total.mean()
     return float((part - part.mean()) @ off / (off @ off))
 
@@ -114,7 +115,7 @@ def _slowest(
 def _differences(
     trace: Trace, ledger: Ledger, place: int, excess: float, slices: dict[str, np.ndarray]
 ) -> list[tuple[float, str]]:
-    """Slices that took longer than usual in this step."""
+    """Describe the slices that took longer than usual in one step."""
     lines = []
     for name, values in slices.items():
         usual = float(np.median(values))
@@ -141,7 +142,7 @@ def _longest(trace: Trace, ledger: Ledger, place: int, name: str) -> str:
 def _kernel_lines(
     trace: Trace, again: Repeats, place: int, excess: float
 ) -> list[tuple[float, str]]:
-    """Lines for extra kernels and for slower kernels."""
+    """Describe the extra and the slower kernels of one step, one line each."""
     lines = []
     more = float(again.usual_ns[place] - np.median(again.usual_ns))
     if more >= TOLD * excess:

@@ -1,1 +1,1 @@
-"""Clocks, samplers, statistics and races between any two callables."""
+"""Clocks, samplers, timing statistics, and comparisons of callables."""

@@ -1,9 +1,9 @@
 """Attributes outliers to causes, from the telemetry recorded during the measurement.
 
-A cause must explain at least half of the excess over the median. For events that are counted but
-not timed, more of them must have happened than happen without an outlier. The evidence of one time
-stretch goes to its largest outliers first and counts once. All other outliers are `unattributed`: a
-wrong cause costs the reader more than a missing one.
+A cause must explain at least half of an outlier's excess over the median. Events that are counted
+but not timed must have occurred more often than in stretches without outliers. Evidence from one
+stretch of time counts only once and goes to the largest outliers first. Outliers without enough
+evidence are `unattributed`: a wrong cause costs the reader more than a missing one.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def attribute(
     """Return a cause from `CAUSES` for each outlier, in the order of `outlier_indices`.
 
     If the host time rose with the period, only host causes qualify; otherwise only device causes.
-    Without `host_ns` both are tried, host causes first. An outlier below the median can only be
-    caused by a faster clock.
+    Without `host_ns`, host causes are tried first, then device causes. An outlier below the median
+    can only be caused by a faster clock.
 
     Args:
         starts_ns: start of each sample on the recording's clock, shape (N,), ascending. On CUDA
@@ -134,7 +134,7 @@ def _checked(
 
 
 class _Inquest:
-    """The outliers of one series, and the stages that look for their causes in turn.
+    """The outliers of one series, and the successive searches for their causes.
 
     Arrays have shape (outliers,); times are per sample, not per iteration.
     """
@@ -173,7 +173,7 @@ class _Inquest:
         self._open = np.ones(len(chosen), dtype=bool)
 
     def causes(self) -> list[str]:
-        """Run the stages; causes that trigger other causes come first."""
+        """Return the cause of each outlier; causes that trigger other causes are tried first."""
         self._counted("compilations", RECOMPILATION, least_ns=COMPILE_LEAST_NS)
         self._collected()
         self._counted("allocator_retries", ALLOCATOR)
@@ -192,12 +192,12 @@ class _Inquest:
             self._open[place] = False
 
     def _pending(self) -> list[int]:
-        """Return host outliers without a cause, largest first."""
+        """Return indices of host outliers without a cause, largest excess first."""
         places = np.flatnonzero(self._open & self._host_up)
         return places[np.argsort(-self._excess[places], kind="stable")].tolist()
 
     def _rivals(self, channel: str, place: int) -> np.ndarray:
-        """Return a mask of larger, still open host outliers that the same counter rise explains."""
+        """Return a mask of larger host outliers without a cause that share the counter increase."""
         mine = self._excess[place]
         earlier = np.arange(len(self._open)) < place
         larger = (self._excess > mine) | ((self._excess == mine) & earlier)
@@ -205,7 +205,7 @@ class _Inquest:
         return near & larger & self._open & self._host_up
 
     def _collected(self) -> None:
-        """Settle outliers by garbage collections in their span, whose times are exact."""
+        """Attribute outliers to overlapping garbage collections, whose times are exact."""
         starts = np.asarray(self._recording.gc_start_ns, dtype=np.int64)
         ends = starts + np.asarray(self._recording.gc_duration_ns, dtype=np.int64)
         for place in self._pending():
@@ -217,9 +217,10 @@ class _Inquest:
     def _counted(
         self, channel: str, cause: str, *, least_ns: int = 0, most_ns: int | None = None
     ) -> None:
-        """Settle outliers by events without a duration.
+        """Attribute outliers to events that are counted but not timed.
 
-        Needs one event beyond the usual number for this outlier and for each larger rival.
+        An outlier needs one event beyond the usual number, and one more for each larger outlier
+        that shares the counter's increase.
 
         Args:
             channel: a counter of the recording.
@@ -240,7 +241,7 @@ class _Inquest:
             self._settle(place, cause)
 
     def _timed(self) -> None:
-        """Settle outliers by waits, steal time or page faults, whichever explains the most."""
+        """Attribute outliers to waits, steal time or page faults, whichever explains the most."""
         claimed = {}
         for place in self._pending():
             faults_ns = MINOR_FAULT_NS * self._stretches.extra_events("minor_faults", place)
@@ -260,7 +261,7 @@ class _Inquest:
             self._settle(place, cause)
 
     def _load(self, channel: str, place: int) -> float:
-        """Return the excess to explain: that of this outlier and its rivals."""
+        """Return the summed excess in ns of an outlier and its larger rivals on that counter."""
         return float(self._excess[place] + self._excess[self._rivals(channel, place)].sum())
 
     def _device_cause(self, place: int) -> str:
@@ -281,9 +282,10 @@ class _Inquest:
         return NEIGHBOUR if others is not None and others > usually else UNATTRIBUTED
 
     def _clock(self, place: int) -> tuple[float | None, float]:
-        """Return the clock over an outlier and the usual clock; counted clocks take precedence.
+        """Return the clock during an outlier and the usual clock; counted clocks take precedence.
 
-        The first is None if unknown, and equals the usual clock if it has not moved.
+        The clock during the outlier is None if unknown. A counted clock within `CLOCK_LEAST` of the
+        usual clock is returned as the usual clock.
         """
         counted, usual = float(self._clocks[place]), self._usual_clock
         if not counted > 0:
@@ -293,7 +295,7 @@ class _Inquest:
 
 
 def _held_by(mask: int) -> str | None:
-    """Return what limits the clock; thermal first, because it limits most."""
+    """Return the cause that limits the clock, if any; thermal limits take precedence."""
     if mask & _THERMAL_BITS:
         return THERMAL
     return POWER_CAP if mask & _POWER_BITS else None

@@ -1,9 +1,9 @@
-"""Changes of level in a series of results, one value a commit.
+"""Finds changes of level in a series of results, such as one benchmark time per commit.
 
-A sequential rank test: after each new value, the last few values are compared with those before
-them by the exact Mann-Whitney test (H. Mann, D. Whitney 1947). It assumes no distribution, so that
-single outliers make no change. It does assume that the values of one level are exchangeable, which
-slow drift of the machine breaks.
+After each new value, an exact Mann-Whitney test (Mann and Whitney, 1947) compares the last few
+values with the values before them. The test assumes no distribution, so single outliers do not
+count as a change. The test does assume that the values of one level are exchangeable; slow drift of
+the machine breaks this assumption.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Change(msgspec.Struct, frozen=True):
         found: index of the value with which the change was established.
         low: lower end of the 99 % interval of its size, in the unit of the values.
         estimate: its size (Hodges-Lehmann).
-        high: upper end.
+        high: upper end of the interval.
         earliest: lowest index that the data allow in place of `index`.
-        latest: highest such index.
+        latest: highest index that the data allow in place of `index`.
     """
 
     index: int
@@ -55,12 +55,13 @@ class Change(msgspec.Struct, frozen=True):
 def find_changes(values: Sequence[float], *, alpha: float = ALPHA) -> list[Change]:
     """Finds the changes of level in a series.
 
-    The test after value t has the level alpha ln(9.5) / (t ln(t)^2). These levels add up to less
-    than `alpha` over all t, which bounds the probability of a false change in the whole series. A
-    change once found stays found as the series grows.
+    The test after value t has the significance level alpha ln(9.5) / (t ln(t)^2). The levels of all
+    tests add up to less than `alpha`, which bounds the probability of a false change in the whole
+    series. A change once found stays found as the series grows.
 
-    The interval of the size is the Mann-Whitney interval between this change and its neighbours. It
-    ignores that the place of the change was estimated.
+    The interval for the size of a change is the Mann-Whitney interval over the values up to the
+    neighbouring changes. The interval for the size ignores the uncertainty of where the change
+    occurred.
 
     Args:
         values: shape (n,), in order, such as logarithms of times. Differences count.
@@ -99,7 +100,7 @@ def _has_changed(segment: np.ndarray, level: float) -> bool:
 
 
 def _squares(segment: np.ndarray) -> np.ndarray:
-    """Sum of squares around the two means, for each split with two or more values a side."""
+    """Sum of squares around the two means, for each split with two or more values per side."""
     return np.array(
         [
             len(one) * one.var() + len(other) * other.var()
@@ -113,7 +114,7 @@ def _best_split(segment: np.ndarray) -> int:
 
 
 def _described(series: np.ndarray, starts: list[int], found: list[int]) -> list[Change]:
-    """The changes with their places refined by all values up to the neighbouring changes."""
+    """Describe each change, relocated by using all values up to the neighbouring changes."""
     edges = [0, *starts, len(series)]
     changes = []
     for i in range(1, len(edges) - 1):
@@ -131,7 +132,7 @@ def _described(series: np.ndarray, starts: list[int], found: list[int]) -> list[
 
 
 def _places(segment: np.ndarray) -> tuple[int, int]:
-    """First and last split whose squares the F test cannot tell from the best."""
+    """First and last split whose sum of squares an F test cannot distinguish from the minimum."""
     from scipy.stats import f
 
     squares, freedom = _squares(segment), max(1, len(segment) - 3)
@@ -164,14 +165,14 @@ def shift(
 
 
 def rank_sum_tail(before: int, after: int, statistic: int) -> float:
-    """P(U >= statistic) without ties, for U the number of pairs with the later value larger."""
+    """P(U >= statistic) without ties; U counts the pairs in which the later value is larger."""
     counts = rank_sum_counts(*sorted((before, after)))
     return sum(counts[statistic:]) / sum(counts)
 
 
 @lru_cache(maxsize=1024)
 def rank_sum_counts(fewer: int, more: int) -> list[int]:
-    """Number of orders with each value of U: coefficients of the Gaussian binomial."""
+    """Number of orderings for each Mann-Whitney U: coefficients of the Gaussian binomial."""
     counts = [1] + [0] * (fewer * more)
     for i in range(1, fewer + 1):
         for at in range(len(counts) - 1, more + i - 1, -1):

@@ -1,8 +1,8 @@
 """Effective sample size of a correlated series.
 
-There are two estimates. `claimable_size` decides whether an interval may be claimed, so it must
-have little variance. `corrected_size` sets the width of the interval, so it must hold under any
-correlation.
+There are two estimates of the effective sample size. `claimable_size` decides whether a confidence
+interval may be reported, so its variance must be small. `corrected_size` sets the width of a
+confidence interval, so it must be valid under any correlation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BURSTS_COUNT = 4.0
 def autocorrelation_time(indicator: np.ndarray, least: float = 0.0) -> float:
     """Return the integrated autocorrelation time tau = 1 + 2 sum rho_k, in samples; at least 1.
 
-    The sum is cut at the first window W >= 5 tau(W) (A. Sokal, "Monte Carlo methods in statistical
+    The sum is cut at the first window W >= 5 tau(W) (Sokal, "Monte Carlo methods in statistical
     mechanics", 1997, section 3). A constant series has tau 1.
 
     Args:
@@ -55,7 +55,7 @@ def autocorrelation_time(indicator: np.ndarray, least: float = 0.0) -> float:
 
 
 def effective_size(samples: np.ndarray, quantile: float = 0.5) -> float:
-    """Return the effective sample size for a quantile: N / tau of 1{x <= q}."""
+    """Return the effective sample size for a quantile q: N / tau, with tau of 1{x <= q}."""
     return len(samples) / autocorrelation_time(_below(samples, quantile))
 
 
@@ -64,14 +64,14 @@ def _below(samples: np.ndarray, quantile: float) -> np.ndarray:
 
 
 def rank_effective_size(samples: np.ndarray) -> float:
-    """Return the effective size for the median, assuming that normal scores follow an AR(1).
+    """Return the effective sample size for the median, assuming AR(1) normal scores.
 
     The lag-one correlation of the normal scores is bias-corrected (Marriott and Pope, 1954). For a
-    Gaussian AR(1), the indicator 1{x <= median} has correlations 2/pi asin(rho^k).
+    Gaussian AR(1), the indicator 1{x <= median} has correlation 2/pi asin(rho^k) at lag k.
 
-    The estimate has a relative spread of one seventh, against one half for N / tau by a window.
-    That matters when deciding whether to claim: claiming only if an estimate happens to be high
-    selects intervals that are too short, with a coverage of 60 to 90 %.
+    The AR(1) estimate has a relative spread of one seventh; the windowed estimate of N / tau has
+    one half. Reporting intervals only when a noisy estimate happens to be high selects intervals
+    that are too short, with a coverage of 60 to 90 %.
 
     Args:
         samples: shape (N,), in the order taken.
@@ -99,10 +99,10 @@ def _scores(samples: np.ndarray) -> np.ndarray:
 
 
 def _coarse_size(samples: np.ndarray, leniency: float = 1.0) -> float:
-    """Return the least `rank_effective_size` of the series and of its means over growing blocks.
+    """Return the lowest `rank_effective_size` of the series and its means over growing blocks.
 
-    Independent noise hides the correlation of slow noise between adjacent samples. It averages out
-    in blocks.
+    Independent noise hides the correlation of slow noise between adjacent samples. Independent
+    noise averages out in block means.
     """
     scores, length = _scores(samples), COARSER
     least = _autoregressive_size(scores)
@@ -114,7 +114,7 @@ def _coarse_size(samples: np.ndarray, leniency: float = 1.0) -> float:
 
 
 def claimable_size(samples: np.ndarray, quantile: float) -> float:
-    """Return the effective size that decides whether an interval may be claimed.
+    """Return the effective sample size that decides whether an interval may be reported.
 
     Args:
         samples: shape (N,), in the order taken.
@@ -135,12 +135,12 @@ def claimable_size(samples: np.ndarray, quantile: float) -> float:
 
 
 def _clustered_size(samples: np.ndarray, quantile: float) -> float:
-    """Return the effective size by the clusters of samples beyond a quantile.
+    """Return the effective sample size from the clusters of samples beyond a quantile.
 
-    n samples beyond the quantile form theta n clusters. With distances T between them, theta is
-    2 (sum T)^2 / (n sum T^2), the "intervals" estimate of the extremal index (C. Ferro, J. Segers,
-    "Inference for clusters of extreme values", 2003). It is squared, because fewer clusters also
-    leave their sizes less certain.
+    The n samples beyond the quantile form theta n clusters, with theta the extremal index. For
+    distances T between samples beyond the quantile, the "intervals" estimate of theta is 2 (sum
+    T)^2 / (n sum T^2) (Ferro and Segers, "Inference for clusters of extreme values", 2003). Theta
+    is squared, because with fewer clusters the cluster sizes are also less certain.
     """
     level = np.quantile(samples, quantile)
     distances = np.diff(np.flatnonzero(samples > level if quantile > 0.5 else samples < level))
@@ -164,16 +164,17 @@ def _clusters(far: np.ndarray) -> np.ndarray:
 
 
 def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.95) -> float:
-    """Return the effective size for an interval that accounts for the uncertainty of tau.
+    """Return the effective sample size for an interval, including the uncertainty of tau.
 
-    tau is the spectrum of 1{x <= q} at frequency zero, divided by its variance. It is estimated by
-    the mean square of the first B cosine coefficients. These are independent estimates, so
-    Student's quantile at B degrees of freedom replaces the normal one (E. Lazarus, D. Lewis,
-    J. Stock, M. Watson, "HAR inference: recommendations for practice", 2018). B is half the root
-    of N, or less if the spectrum bends earlier.
+    The autocorrelation time tau is the spectrum of 1{x <= q} at frequency zero, divided by the
+    variance of 1{x <= q}. The spectrum at frequency zero is estimated by the mean square of the
+    first B cosine coefficients. The cosine coefficients are independent, so Student's quantile at B
+    degrees of freedom replaces the normal quantile (Lazarus, Lewis, Stock and Watson, "HAR
+    inference: recommendations for practice", 2018). B is half the square root of N, or less if the
+    spectrum bends at a lower frequency.
 
-    Periodic parts are removed first, because only their unfinished period is unknown. Rare bursts
-    get extra weight (`_bursts`).
+    Periodic parts are removed first, because only their unfinished last period adds uncertainty.
+    Rare bursts add to the uncertainty of tau (`_bursts`).
 
     Args:
         samples: shape (N,), in the order taken.
@@ -204,10 +205,11 @@ def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.9
 def _bursts(samples: np.ndarray) -> float:
     """Return the uncertainty from rare bursts, as an addition to tau at the median.
 
-    k bursts of l samples shift every rank by their share of the time. The variance of that share,
-    sum l^2 / N^2, is already part of tau. But it rests on k events, a Poisson count with relative
-    variance 1/k. The addition is weighted by `BURSTS_COUNT`, because a series with few or no bursts
-    underestimates it.
+    Bursts of slow samples shift every rank by the share of the series that they fill. The variance
+    of this share, sum l^2 / N^2 for bursts of l samples, is already part of tau. The number of
+    bursts k is a Poisson count, so the estimated variance of this share has a relative variance of
+    1/k. The addition to tau is weighted by `BURSTS_COUNT`, because a series with few or no bursts
+    underestimates the uncertainty from bursts.
     """
     centre = np.median(samples)
     scale = 1.4826 * np.median(np.abs(samples - centre))

@@ -1,4 +1,4 @@
-"""The result of a measurement: all samples and their summary."""
+"""Summaries of timing series: samples, quantiles, intervals and variability."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _checked(samples_ns: Sequence[int]) -> np.ndarray:
 def median_interval(
     samples: np.ndarray, verdict: WarmUpVerdict, confidence: float = 0.95
 ) -> tuple[tuple[float, float] | None, str | None]:
-    """Return the interval of the median of the steady part, or why there is none.
+    """Return the confidence interval of the median, or the reason why there is none.
 
     Args:
         samples: shape (N,), without the warm-up.

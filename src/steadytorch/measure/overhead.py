@@ -11,7 +11,8 @@ from steadytorch.measure.sampler import Sampler
 def probe_overhead(sampler: Sampler, count: int) -> float:
     """Return an upper bound of the time that the sampler adds to an iteration, in ns.
 
-    The bound is the median period of an empty step. A working device hides part of this overhead.
+    The bound is the median period of an empty step. While the device is busy, part of the sampler's
+    overhead is hidden.
 
     Args:
         sampler: the sampler to test.

@@ -1,8 +1,9 @@
 """Removes periodic parts from a series before its correlation is estimated.
 
-Examples are a neighbour process at fixed intervals, or the control loop of a fan or clock. A window
-of lags that ends inside a period makes intervals too wide or too narrow. So spectral lines are
-fitted and removed; only the unfinished period stays uncertain.
+Periodic parts come, for example, from another process that runs at fixed intervals, or from the
+control loop of a fan or clock. A lag window that ends inside a period makes confidence intervals
+too wide or too narrow. Spectral lines are therefore fitted and removed; only the unfinished last
+period stays uncertain.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ def without_lines(series: np.ndarray) -> Rest:
 
 
 def _clearest(series: np.ndarray) -> float | None:
-    """Return the strongest line in periods per series, or None if none is significant.
+    """Return the strongest spectral line, in periods per series; None if not significant.
 
-    Ordinates of the periodogram are exponentially distributed around the spectrum, so the largest
-    of n exceeds ln(n / p) times the spectrum with probability p (R. A. Fisher, "Tests of
-    significance in harmonic analysis", 1929). The spectrum is estimated locally, because correlated
-    noise is not flat. The first ordinate never counts, because a trend looks like a line there.
+    Ordinates of the periodogram are exponentially distributed around the spectrum. The largest of n
+    ordinates therefore exceeds ln(n / p) times the spectrum with probability p (Fisher, "Tests of
+    significance in harmonic analysis", 1929). The spectrum is estimated locally, because the
+    spectrum of correlated noise is not flat. The first ordinate is never chosen, because a trend
+    looks like a line at the lowest frequency.
     """
     count = len(series)
     power = np.abs(np.fft.rfft(series, FINER * count)) ** 2

@@ -1,7 +1,8 @@
-"""Compares callables that return the time of one block: pairs, verdicts and k-way races.
+"""Compares callables that each return the time of one block: A/B pairs and k-way races.
 
-Blocks of the arms are interleaved in random order, so that drift, clocks and neighbours affect all
-arms alike. The looks at the data are planned, and the error probability is divided among them.
+Blocks of the compared callables (arms) are interleaved in random order, so that drift, clocks and
+neighbour processes affect all arms alike. Interim looks at the data are planned in advance, and the
+error probability is divided among the looks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def judge(
     alpha: float = ALPHA,
     tie: float = TIE,
 ) -> Judgement:
-    """Apply the planned looks in sequence and stop at the first that decides.
+    """Evaluate the pairs at each planned look; stop at the first look with a verdict.
 
     Args:
         pairs: (time of A's block, time of B's block) in the order taken, in any one unit.
@@ -147,7 +148,7 @@ def compare(
     looks: Sequence[int] = LOOKS,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Judgement, list[tuple[float, float]]]:
-    """Take pairs, each in random order, until a look decides or `stop` returns True.
+    """Measure pairs, each in random order, until a look has a verdict or `stop` returns True.
 
     Returns:
         The judgement and all pairs (A, B) in the order taken.
@@ -191,13 +192,13 @@ def race(
     loss: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> RaceResult:
-    """Race the arms in randomised complete blocks; drop arms shown to be slower.
+    """Race callables (arms) in randomised complete blocks; drop arms shown to be slower.
 
-    A look drops an arm if its exact interval against the leader, at alpha / ((k - 1) looks),
-    excludes zero. A look with too few rounds for an interval at that level moves to the first round
-    that allows one. The race ends when one arm is left, when all survivors lie within the leader's
-    tie band, when the leader is good enough (`loss`), at the last look, or when `stop` returns
-    True.
+    A look drops an arm if its exact interval against the leader, at level alpha / ((k - 1) looks)
+    for k arms, lies above zero. A look with too few rounds for an exact interval is postponed to
+    the first round that allows one. The race ends when one arm is left, when all remaining arms lie
+    within the leader's tie band, or at the last look. The race also ends when the leader is good
+    enough (`loss`) or `stop` returns True.
 
     Args:
         arms: each runs one block and returns its time.
@@ -228,7 +229,7 @@ def race(
 def _drop_slower(
     times: list[list[float]], alive: list[int], level: float, tie: float
 ) -> tuple[list[int], bool]:
-    """Return the survivors, fastest first, and whether all of them tie with the leader."""
+    """Return the arms that remain, fastest first, and whether all of them tie with the leader."""
     logs = {arm: np.log(times[arm]) for arm in alive}
     ranked = sorted(alive, key=lambda arm: float(np.median(logs[arm])))
     leader, kept, settled = ranked[0], [ranked[0]], True
@@ -243,10 +244,10 @@ def _drop_slower(
 
 
 def _expected_loss(times: list[list[float]], alive: list[int]) -> float:
-    """How much longer the first of these arms is expected to take than the fastest, at most.
+    """Upper bound of the expected excess time of the first arm over the fastest, as a fraction.
 
-    The sum over its rivals of the mean of max(0, its time - theirs), with normal errors; inf if an
-    arm died.
+    The bound sums E[max(0, ln(time of the first arm / time of the other arm))] over all other arms,
+    with normal errors. The bound is inf if an arm died.
     """
     from scipy.special import ndtr
 
@@ -290,10 +291,11 @@ class MachineClaim(msgspec.Struct, frozen=True):
 def machine_claim(
     estimates: Sequence[float], *, alpha: float = ALPHA, tie: float = TIE
 ) -> MachineClaim:
-    """Combine the effects found in fresh processes, each with its own workers.
+    """Combine the effects of B over A from several fresh processes, each with its own workers.
 
-    Processes differ by more than the noise within one: memory layout, clocks, chosen algorithms. So
-    the interval is Student's on one logarithm per process, regardless of the samples in each.
+    Processes differ by more than the noise within one process: memory layout, clocks, chosen
+    algorithms. The interval is therefore Student's, with one log effect per process, regardless of
+    the number of samples in each process.
 
     Args:
         estimates: effect on time in each process as a fraction, as in `Judgement.estimate`.

@@ -1,13 +1,14 @@
 """Times iterations one by one, on the CPU and on CUDA devices.
 
-There are two metrics, measured in separate blocks because synchronising changes the workload:
+Period and latency are measured in separate blocks, because synchronising changes the workload.
 
-- *period*: from the end of one iteration to the end of the next, with the device's queue kept full.
-  At least two iterations are in flight, and `LEAD_NS` of work if the driver's queue has room. Gaps
-  count, so launch-bound work shows as launch-bound.
-- *latency*: from the call to its finished result, with the queue empty before and after.
+The *period* is the time from the end of one iteration to the end of the next, with the device's
+queue kept full. At least two iterations are in flight; up to `LEAD_NS` of work is queued if the
+driver's queue has room. Gaps between iterations count towards the period, so launch-bound work
+shows as launch-bound.
 
-On the CPU, a call returns with its result, so both are the same.
+The *latency* is the time from the call to its finished result, with the device's queue empty before
+and after. On the CPU, a call returns with its result, so period and latency are the same.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Step = Callable[[], Any]
 
 
 class StepError(Exception):
-    """The step raised. Keeps the times of the iterations before; the cause is chained.
+    """The step raised an exception, chained as the cause; keeps earlier iteration times.
 
     Attributes:
-        durations_ns: of the finished iterations, shape (finished,).
-        host_ns: likewise.
+        durations_ns: durations of the finished iterations, shape (finished,).
+        host_ns: host times of the finished iterations, shape (finished,).
     """
 
     def __init__(self, durations_ns: np.ndarray, host_ns: np.ndarray) -> None:
@@ -60,11 +61,11 @@ class Counter(Protocol):
     """A cycle counter of a device, such as `device.cycles.CycleCounter`."""
 
     def read(self, place: int, stream: int) -> bool:
-        """Enqueue reading number `place`; return False if full or refused by the driver."""
+        """Enqueue counter reading number `place`; return False if full or the launch fails."""
         ...
 
     def clocks_mhz(self, count: int) -> np.ndarray:
-        """Return the clock between the first `count` readings in MHz, shape (count - 1,)."""
+        """Return the clock in MHz between successive readings up to `count`, shape (count - 1,)."""
         ...
 
 
@@ -83,9 +84,9 @@ class Sampler(Protocol):
         ...
 
     def clock_difference(self) -> float | None:
-        """Return the sum of all periods by the device clock over that by the host clock, minus one.
+        """Return the ratio of all measured time by device clock and by host clock, minus one.
 
-        None if there is only one clock, or if less than `COMPARABLE_NS` was timed.
+        Returns None if there is only one clock, or if less than `COMPARABLE_NS` was timed.
         """
         ...
 
@@ -101,7 +102,7 @@ class HostSampler:
         self._clock = clock or HostClock()
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return period and host time of `count` iterations in ns; gaps between them count."""
+        """Return periods and host times of `count` iterations in ns, gaps in between included."""
         boundaries = np.empty(count + 1, dtype=np.int64)
         boundaries[0] = self._clock.now_ns()
         for i in range(count):
@@ -115,7 +116,7 @@ class HostSampler:
         return periods, periods
 
     def latencies(self, step: Step, count: int) -> np.ndarray:
-        """Return the periods: a host call returns with its result."""
+        """Return the periods; on the CPU, latency and period are the same."""
         return self.periods(step, count)[0]
 
     def clock_difference(self) -> None:
@@ -148,7 +149,7 @@ class CudaSampler:
         self._device_ns = self._host_ns = 0
 
     def periods(self, step: Step, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return period (by CUDA events) and host enqueue time in ns; waits are left out."""
+        """Return CUDA-event periods and host enqueue times (without queue waits) in ns."""
         import torch
 
         self.clocks_mhz = self.gaps_ns = None
@@ -205,7 +206,7 @@ class CudaSampler:
         return samples
 
     def clock_difference(self) -> float | None:
-        """Return all periods by the device clock over the same by the host clock, minus one."""
+        """Return the ratio of all measured time by CUDA events and by host clock, minus one."""
         return self._device_ns / self._host_ns - 1 if self._host_ns >= COMPARABLE_NS else None
 
     def _boundary_events(self, count: int) -> list[Any]:
@@ -217,7 +218,7 @@ class CudaSampler:
 
 
 class _Readings:
-    """Counter readings during one call of `periods`.
+    """Cycle counter readings during one call of `CudaSampler.periods`.
 
     Args:
         counter: the counter, or None.
@@ -248,7 +249,7 @@ class _Readings:
         return start
 
     def clocks_mhz(self) -> np.ndarray | None:
-        """Return the clock over each iteration; None with fewer than two readings."""
+        """Return the device clock over each iteration; None with fewer than two readings."""
         if self._counter is None or len(self._at) < 2:
             return None
         found = np.full(self._count, np.nan)
@@ -269,7 +270,7 @@ def may_be_in_flight(period_ns: float, host_ns: np.ndarray) -> int:
 
 
 def _elapsed_ns(starts: list[Any], ends: list[Any]) -> np.ndarray:
-    """Wait for the last event and return the times between pairs; empty if the device failed."""
+    """Wait for the last event; return the elapsed time of each pair, none if the device failed."""
     try:
         for last in ends[-1:]:
             last.synchronize()
@@ -306,7 +307,7 @@ def warm_up(
 
 
 def grouped(step: Step, group: int) -> Step:
-    """Return a step of `group` iterations; divide its times by `group`."""
+    """Return a step that runs `group` iterations; divide its times by `group`."""
     if group == 1:
         return step
 

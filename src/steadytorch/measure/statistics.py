@@ -1,7 +1,7 @@
 """Statistics for correlated, skewed timings, as functions of arrays.
 
-Nothing assumes normality or independence. Quantile intervals use exact binomial ranks at the
-*effective* sample size; comparisons use paired blocks with the exact signed-rank distribution.
+Quantile intervals assume neither normality nor independence: they use exact binomial ranks at the
+*effective* sample size. Comparisons use paired blocks with the exact signed-rank distribution.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MIN_TAIL = 10
 def _lower_rank(size: float, quantile: float, tail: float) -> float:
     """Return the real number g with P(Binomial(size, quantile) <= g - 1) = tail.
 
-    The incomplete beta function continues the binomial distribution between integers, as in Clopper
-    and Pearson (1934): P(X <= g - 1) = I_{1-q}(n - g + 1, g).
+    The incomplete beta function extends the binomial distribution to real g, as in Clopper and
+    Pearson (1934): P(X <= g - 1) = I_{1-q}(n - g + 1, g).
     """
     from scipy.special import betainc
 
@@ -43,9 +43,9 @@ def interval_ranks(
 ) -> tuple[int, int] | None:
     """Return the 1-based ranks of the order statistics that enclose a quantile.
 
-    For independent samples (size = count) these are the narrowest exact binomial ranks with at most
-    (1 - confidence) / 2 in each tail. For correlated samples, the exact ranks at `size` are mapped
-    to `count` samples at the same level g / (n + 1).
+    For independent samples (size = count), the ranks are the narrowest exact binomial ranks with at
+    most (1 - confidence) / 2 in each tail. For correlated samples, the exact ranks at `size` are
+    mapped to `count` samples at the same level g / (n + 1).
 
     Args:
         count: number of samples N.
@@ -69,7 +69,7 @@ def quantile_interval(
 ) -> tuple[tuple[float, float] | None, str | None]:
     """Return a distribution-free interval of a quantile, or the reason why there is none.
 
-    Uses exact binomial ranks at an effective sample size that includes its own uncertainty
+    The exact binomial ranks use an effective sample size that accounts for its own uncertainty
     (`corrected_size`). An interval needs enough effective samples (`claimable_size`).
 
     Args:
@@ -105,8 +105,8 @@ def quantile_interval(
 def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float] | None:
     """Return an exact interval of the median of independent values, from order statistics.
 
-    Intended for block medians: with blocks of other arms in between, they are far less dependent
-    than the samples within a block. 95 % needs at least six values.
+    Intended for medians of interleaved blocks, which are far less dependent than the samples within
+    a block. A 95 % interval needs at least six values.
 
     Args:
         values: shape (n,).
@@ -166,7 +166,7 @@ def signed_rank_interval(differences: np.ndarray, alpha: float) -> tuple[float, 
 
 
 def signed_rank_cut(pairs: int, alpha: float) -> int | None:
-    """Return how many Walsh averages to cut at each end; None with too few pairs."""
+    """Return how many Walsh averages the interval cuts at each end; None with too few pairs."""
     if pairs == 0:
         return None
     cut = int(np.searchsorted(signed_rank_cdf(pairs), alpha / 2, side="right")) - 1
@@ -174,14 +174,14 @@ def signed_rank_cut(pairs: int, alpha: float) -> int | None:
 
 
 def minimal_pairs(alpha: float) -> int:
-    """Return the minimum number of pairs for an interval at `alpha`."""
+    """Return the minimum number of pairs for a signed-rank interval at level `alpha`."""
     return int(np.ceil(1 + np.log2(1.0 / alpha)))
 
 
 def detectable(freedom: float, alpha: float, power: float) -> float:
     """Return the effect, in standard errors, that a two-sided t-test finds with given power.
 
-    Uses the noncentral t distribution and neglects rejections on the wrong side (J. Cohen,
+    Uses the noncentral t distribution and neglects rejections in the wrong direction (Cohen,
     "Statistical Power Analysis for the Behavioral Sciences", 1988, chapter 2).
 
     Args:

@@ -1,4 +1,4 @@
-"""Compares the stretches of a recording around given spans with its usual stretches."""
+"""Compares telemetry around given time spans with the rest of the recording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNUSUAL = 0.95
 
 
 class TelemetryStretches:
-    """The ticks of a recording around given spans, and the other ticks as their reference.
+    """Telemetry ticks around given time spans, with all other ticks as the reference.
 
     Args:
         recording: the telemetry.
@@ -32,16 +32,16 @@ class TelemetryStretches:
         self._taken: dict[int, np.ndarray] = {}
 
     def shares_a_stretch(self, channel: str, place: int) -> np.ndarray:
-        """Return a mask of the spans that share a counter's rise with this one, itself included."""
+        """Return a mask of spans that share counter ticks with span `place`, itself included."""
         ends = self._ends(channel)
         return (self._first < ends[place]) & (ends > self._first[place])
 
     def extra_events(self, channel: str, place: int) -> float:
-        """Return a span's events beyond nearly all equally long stretches; 0 if unknown."""
+        """Return a span's events beyond `UNUSUAL` of all equally long stretches; 0 if unknown."""
         return self._extra(channel, place, UNUSUAL)
 
     def extra_ns(self, channel: str, place: int) -> float:
-        """Return a span's time beyond the median of equally long stretches; 0 if unknown."""
+        """Return a span's counted ns beyond the median of equally long stretches; 0 if unknown."""
         return self._extra(channel, place, 0.5)
 
     def level(
@@ -74,7 +74,7 @@ class TelemetryStretches:
         return seen, sum(1 << place for place in always)
 
     def _around(self, begin: int, end: int) -> slice:
-        """Return the ticks within a span, or the two around it."""
+        """Return the slice of ticks within a span; if empty, of the two ticks around the span."""
         first, after = np.searchsorted(self._at, [begin, end + 1])
         if first < after:
             return slice(first, after)
@@ -89,7 +89,7 @@ class TelemetryStretches:
         return self._columns[channel]
 
     def _ends(self, channel: str) -> np.ndarray:
-        """Return the tick after each span at which the channel was read again."""
+        """Return, for each span, the tick after it by which the channel has been read again."""
         late = READ_EVERY.get(channel, 1) - 1
         return np.minimum(self._last + late, max(0, len(self._at) - 1))
 
@@ -105,7 +105,7 @@ class TelemetryStretches:
         return max(0.0, rise - float(np.quantile(reference, quantile, method="higher")))
 
     def _reference(self, channel: str, column: np.ndarray, length: int) -> np.ndarray:
-        """Return the rises over all stretches of `length` ticks outside of all spans."""
+        """Return the counter increase of every stretch of `length` ticks that touches no span."""
         key = channel, length
         if key not in self._usual:
             rises = (column[length:] - column[:-length]).clip(min=0)
@@ -114,7 +114,7 @@ class TelemetryStretches:
         return self._usual[key]
 
     def _intervals_taken(self, channel: str) -> np.ndarray:
-        """Count the intervals before each tick that touch a span; constant over free stretches."""
+        """For each tick, count the earlier intervals between ticks that touch a span."""
         late = READ_EVERY.get(channel, 1)
         if late not in self._taken:
             marks = np.zeros(max(1, len(self._at)), dtype=np.int64)

@@ -18,7 +18,7 @@ FAR_OUT = 3.0
 def describe_variability(
     samples: np.ndarray, *, p99_over_median: float | None, regimes: int, outliers: int
 ) -> Variability:
-    """Compute the variability of a series.
+    """Compute the variability figures of a series of durations.
 
     Args:
         samples: shape (N,), durations in ns in the order taken, N >= 1.
@@ -45,7 +45,7 @@ def describe_variability(
 
 
 def _drift(samples: np.ndarray, median: float) -> float | None:
-    """Return the Theil-Sen slope in percent of the median per minute."""
+    """Return the drift (Theil-Sen slope) in % of the median per minute; None below 10 samples."""
     if len(samples) < 10:
         return None
     # Samples are contiguous, so their cumulative sum is the elapsed time.
@@ -57,8 +57,8 @@ def find_outliers(
 ) -> tuple[Outlier, ...]:
     """Find the samples beyond Tukey's outer fences and at least 0.5 % from the median.
 
-    The fences apply to logarithms, because timings are right-skewed. The minimum distance keeps a
-    coarse clock from producing outliers of negligible size.
+    The fences apply to the logarithms of the durations, because timings are right-skewed. The
+    minimum distance of 0.5 % keeps the granularity of the clock from producing negligible outliers.
 
     Args:
         samples: shape (N,), durations in ns in the order taken.
@@ -75,7 +75,7 @@ def find_outliers(
 
 
 def slow_limit(samples: Sequence[int] | np.ndarray) -> float:
-    """The duration in ns above which `find_outliers` finds a sample slow.
+    """The duration in ns above which `find_outliers` reports a sample as an outlier.
 
     Args:
         samples: shape (N,), durations in ns, N >= 1.
@@ -84,7 +84,7 @@ def slow_limit(samples: Sequence[int] | np.ndarray) -> float:
 
 
 def _fences(logs: np.ndarray) -> tuple[float, float]:
-    """Lower and upper limit of logarithms that are no outliers."""
+    """Lower and upper outlier limits, as logarithms of durations."""
     lower, middle, upper = np.quantile(logs, [0.25, 0.5, 0.75])
     reach = FAR_OUT * (upper - lower)
     return min(lower - reach, middle - TOLERANCE), max(upper + reach, middle + TOLERANCE)

@@ -1,7 +1,8 @@
 """Finds the warm-up of a series of timings and judges whether the rest is steady.
 
-Change points are detected in the logarithm of short medians. Leading levels that never return are
-warm-up. Levels that return are states of the machine; such a series is not steady.
+Change points are detected in the logarithms of block medians, with at least five samples a block.
+Levels at the start of the series that never recur are warm-up. Levels that recur are states of the
+machine; a series with recurring levels is not steady.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class WarmUpVerdict(msgspec.Struct, frozen=True):
 
 
 def steady_part(samples: np.ndarray) -> WarmUpVerdict:
-    """Find the warm-up of a series and judge the rest.
+    """Find the warm-up of a series and judge whether the remaining samples are steady.
 
     Args:
         samples: shape (N,), positive durations in the order taken, in any one unit.
@@ -94,7 +95,7 @@ def _unsettled(levels: np.ndarray, shares: np.ndarray, note: str) -> WarmUpVerdi
 
 
 def _trend(series: np.ndarray) -> float | None:
-    """Return the linear change from start to end, or None if negligible or within noise."""
+    """Return the linear change over a series, or None if negligible or within the noise."""
     change = slope(series) * (len(series) - 1)
     # The standard error of a least-squares slope, plus 5 % for the robust one.
     error = 1.05 * np.sqrt(12.0 / len(series)) * noise_scale(series)
@@ -104,7 +105,7 @@ def _trend(series: np.ndarray) -> float | None:
 def slope(values: np.ndarray, times: np.ndarray | None = None) -> float:
     """Return the median of the slopes between all pairs of points (Theil, 1950; Sen, 1968).
 
-    Long series are first thinned to block medians, because the number of pairs is quadratic.
+    Long series are first thinned to block medians, because the number of pairs grows quadratically.
 
     Args:
         values: shape (n,), n >= 2.
@@ -126,9 +127,9 @@ def block_medians(samples: np.ndarray, size: int) -> np.ndarray:
 
 
 def change_points(series: np.ndarray) -> list[int]:
-    """Return the ends of the segments of constant level; the last is the length of the series.
+    """Return the end index of each segment of constant level; the last is the series length.
 
-    Uses PELT (Killick, Fearnhead and Eckley, 2012) with squared error.
+    Uses the PELT algorithm (Killick, Fearnhead and Eckley, 2012) with a squared-error cost.
 
     Args:
         series: shape (n,), logarithms of medians.
@@ -143,15 +144,16 @@ def change_points(series: np.ndarray) -> list[int]:
 
 
 def noise_scale(series: np.ndarray) -> float:
-    """Return the long-run standard deviation of the noise, unaffected by a few steps.
+    """Return the long-run standard deviation of the noise, robust to a few level shifts.
 
-    The noise is modelled as an AR(1). Its scale comes from the median absolute deviations of the
-    differences at lags one and two, which a few steps cannot change. Source: Chakar, Lebarbier,
-    Levy-Leduc and Robin, "A robust approach for estimating change-points in the mean of an AR(1)
-    process", 2017.
+    The noise is modelled as an AR(1) process. The scale is estimated from the median absolute
+    deviations (MAD) of the differences at lags one and two, which a few level shifts hardly affect.
+    Source: Chakar, Lebarbier, Levy-Leduc and Robin, "A robust approach for estimating change-points
+    in the mean of an AR(1) process", 2017.
 
-    For independent noise this is 1.4826 MAD(diff) / sqrt(2). Under correlation that formula is too
-    small, and every wave would count as a change.
+    For independent noise the result equals 1.4826 MAD(diff) / sqrt(2), where diff is the lag-1
+    difference. For correlated noise 1.4826 MAD(diff) / sqrt(2) is too small and would yield false
+    change points.
 
     Args:
         series: shape (n,), n >= 4.
@@ -169,7 +171,7 @@ def _deviation(values: np.ndarray) -> float:
 
 
 def _end_level(levels: np.ndarray, shares: np.ndarray) -> float:
-    """Return the level of the last segment that is not an excursion."""
+    """Return the last level that holds a share of at least `MINOR` of the samples."""
     for level in levels[::-1]:
         if shares[np.abs(levels - level) <= TOLERANCE].sum() >= MINOR:
             return float(level)
@@ -177,7 +179,7 @@ def _end_level(levels: np.ndarray, shares: np.ndarray) -> float:
 
 
 def _first_kept(levels: np.ndarray, reference: float) -> int:
-    """Return the index of the first segment at the end level, or at a level that returns."""
+    """Return the index of the first segment whose level is the end level or recurs later."""
     gaps = np.abs(levels - reference)
     settled = int(np.flatnonzero(gaps <= TOLERANCE)[0])
     for index in range(settled):
@@ -189,13 +191,13 @@ def _first_kept(levels: np.ndarray, reference: float) -> int:
 
 
 def _comes_back(levels: np.ndarray) -> bool:
-    """Whether any level returns after a different one."""
+    """Whether any level recurs after a different level."""
     same = np.abs(levels[:, None] - levels) <= TOLERANCE
     return any(not row[i : np.flatnonzero(row)[-1]].all() for i, row in enumerate(same))
 
 
 def _distinct(levels: np.ndarray, shares: np.ndarray) -> int:
-    """Count the levels (within the tolerance on both sides) that are not excursions."""
+    """Count the levels, merged within +-`TOLERANCE`, that have a share of at least `MINOR`."""
     order = np.argsort(levels)
     held: list[float] = []
     lowest = -np.inf

@@ -1,5 +1,5 @@
-"""Host code compiled by this machine's own C++ compiler.
+"""Optional host-side C++ code, compiled by this machine's own compiler.
 
-It is optional: its callers fall back to slower Python code with the same results. A search compiles
-it in the background; everything else only loads it.
+Without the compiled code, callers fall back to slower Python code with the same results. A search
+compiles the C++ code in the background; other callers only load the compiled module.
 """

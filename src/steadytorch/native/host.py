@@ -1,4 +1,4 @@
-"""Compiles the host side of a served call in the background and caches it on disk."""
+"""Compiles the C++ host code for calls of tuned models in the background, cached on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _loaded: ModuleType | None = None
 
 
 def load() -> tuple[ModuleType | None, str]:
-    """Load the compiled functions; `host.cpp` documents them.
+    """Load the compiled functions that `host.cpp` defines.
 
     Returns:
         The module and "", or None and the reason.
@@ -60,7 +60,7 @@ def _why_missing(path: Path) -> str:
 
 
 def _imported(path: Path) -> ModuleType:
-    """Import a file without adding it to `sys.modules`."""
+    """Import a compiled extension module from a file, without adding it to `sys.modules`."""
     loader = ExtensionFileLoader(_NAME, str(path))
     spec = spec_from_loader(_NAME, loader)
     if spec is None:
@@ -71,7 +71,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 class Making:
-    """A running compiler, at the lowest priority; end it with `finish` or `stop`.
+    """A running compiler process at the lowest priority; end it with `finish` or `stop`.
 
     Raises:
         OSError: the compiler cannot be started, or there is no cache folder.
@@ -119,7 +119,8 @@ class Making:
         """Wait up to `seconds` for the compiler, stop it on timeout, and store its result.
 
         Returns:
-            Whether the code is there now. The log of a failed compilation is stored next to it.
+            Whether the compiled code is available now. The log of a failed compilation is stored
+            beside the path of the compiled code.
         """
         try:
             code = self._process.wait(seconds)
@@ -137,7 +138,7 @@ class Making:
         return code == 0
 
     def stop(self) -> None:
-        """Kill the compiler and remove its files."""
+        """Kill the compiler and remove its temporary files."""
         atexit.unregister(self.stop)
         if self._process.returncode is None:  # otherwise its pid may have been reused
             with suppress(OSError):
@@ -147,14 +148,14 @@ class Making:
 
 
 def is_missing() -> bool:
-    """Whether the code is missing or unusable, and can be compiled."""
+    """Whether the compiled code is missing or unusable, and a C++ compiler is available."""
     with suppress(OSError):
         return code_path() is not None and load()[0] is None and compiler_command() is not None
     return False
 
 
 def begin() -> Making | None:
-    """Start compiling if the code is missing or unusable, and can be compiled."""
+    """Start compiling missing or unusable code; return None if the compiler was not started."""
     try:
         if load()[0] is not None:
             return None
@@ -164,7 +165,7 @@ def begin() -> Making | None:
 
 
 def code_path() -> Path:
-    """Return the cache path, keyed by the source and everything it is compiled against.
+    """Return the cache path, keyed by C++ source, compiler options, PyTorch version and Python ABI.
 
     Raises:
         OSError: there is no cache folder, or this Python build has no GIL.
@@ -181,7 +182,7 @@ def code_path() -> Path:
 
 
 def compiler_command() -> list[str] | None:
-    """Return the compiler command, with arguments if CXX has any; None if not found."""
+    """Return the C++ compiler command, with the arguments in CXX; None if no compiler is found."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError:  # an unterminated quotation

@@ -1,1 +1,1 @@
-"""Plans as data: the choice, its evidence, its key and its file."""
+"""Plans as data: the chosen candidate, its evidence, its key and its file."""

@@ -25,17 +25,18 @@ _PLACE = re.compile(
 
 
 def describe(workload: Workload) -> list[str]:
-    """Describes a workload in lines, independent of weights, process and device.
+    """Describes a workload as lines of text, independent of weight values, process and device.
 
     The lines cover:
 
     - the tree of modules, with boolean attributes such as training flags;
     - names, shapes and dtypes of parameters and buffers;
-    - the source of the forward functions, and of functions they call in their class and file;
+    - the source of the forward functions, and of functions they call in the same class or file;
     - for training, the loss and the kind of optimizer.
 
-    Without source, the code object is used, which depends on the version of Python. PyTorch's own
-    code is left out, because its version is part of every key.
+    Functions without available source are described by their code objects, which depend on the
+    Python version. PyTorch's own code is left out, because the PyTorch version is part of every
+    plan key.
     """
     description = _Description(training=workload.is_training)
     description.add(workload.untouched)
@@ -56,7 +57,7 @@ def describe_trained(model: Any) -> list[str]:
 
 
 class _Description:
-    """Collects lines in a fixed order, with each object once."""
+    """Collects the lines that describe a workload in a fixed order, with each object once."""
 
     def __init__(self, training: bool) -> None:
         self.training = training
@@ -65,7 +66,7 @@ class _Description:
         self._seen: dict[tuple[int, ...], tuple[int, Any]] = {}
 
     def add(self, value: Any, owner: type | None = None) -> None:
-        """Describes a value used by code; `owner` is the class of the method that uses it."""
+        """Adds a description of a value; `owner` is the class of the method that uses the value."""
         if isinstance(value, _PLAIN):
             self._line("constant", type(value).__name__, repr(value))
         elif isinstance(value, type):
@@ -81,7 +82,7 @@ class _Description:
                 self._add_object(value)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Describes an optimizer by its kind and boolean options; rates may change at each step."""
+        """Adds a description of an optimizer: its class and boolean options, not learning rates."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             self.add(optimizer)
             return
@@ -203,7 +204,7 @@ def _flags(module: nn.Module) -> list[str]:
 
 
 def _function_in(member: Any) -> Any:
-    """The function behind a class attribute, or None if it is not a method."""
+    """The function behind a class attribute; None if the attribute is not a method or property."""
     if isinstance(member, (staticmethod, classmethod)):
         return member.__func__
     if isinstance(member, property):
@@ -223,7 +224,7 @@ def _program(function: FunctionType) -> list[str]:
 
 
 def _code_lines(code: CodeType) -> Iterator[str]:
-    """A code object without its file name and line numbers."""
+    """Yields a code object as text, without its file name and line numbers."""
     yield f"{code.co_name} {code.co_flags} {code.co_code.hex()} {code.co_exceptiontable.hex()}"
     yield f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
     yield f"{code.co_names} {code.co_varnames} {code.co_freevars} {code.co_cellvars}"

@@ -1,7 +1,7 @@
-"""cuDNN engines from earlier searches: those of stored plans, and those stored without a plan.
+"""cuDNN convolution engines from earlier searches, stored with or without a plan.
 
-They only seed the next search. Each engine is verified again before use and timed again if the
-budget allows; a faster one replaces it.
+Stored engines only seed the next search. The search verifies each stored engine before use and
+times it if the budget allows; a faster engine replaces the stored one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The fields read from a stored plan, and the whole payload for engines without a plan.
+    """The fields of a stored plan that name engines, and the payload of engines without a plan.
 
     Attributes:
         candidate: transforms, including the engines.
@@ -47,9 +47,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def known_engines(facts: DeviceFacts, plans: Store) -> dict[str, Choice]:
-    """Reads the engines chosen for this kind of device and cuDNN version, by problem key.
+    """Reads the stored engines for this device model and cuDNN version, by convolution problem key.
 
-    The newest choice for a problem wins. Unreadable files are skipped, with one warning for all.
+    The newest choice for a convolution problem wins. Unreadable plan files are skipped, with one
+    warning for all of them.
 
     Args:
         facts: facts of the device.
@@ -84,7 +85,7 @@ def keep_engines(
     choices: Mapping[str, Choice],
     plans: Store,
 ) -> None:
-    """Stores chosen engines to seed later searches; in memory if the disk is not writable.
+    """Stores chosen engines to seed later searches; only in memory if the disk is not writable.
 
     Args:
         workload: the workload with these convolutions.
@@ -128,10 +129,10 @@ def _fits(key: Key, facts: DeviceFacts) -> bool:
 
 
 def _choices(candidate: Candidate) -> dict[str, Choice]:
-    """Parses the engines that a candidate names.
+    """Parses the engine choices in a candidate's `cudnn_engines` transforms.
 
     Raises:
-        UsageError: they are malformed.
+        UsageError: the choices are malformed.
     """
     found: dict[str, Choice] = {}
     for spec in candidate:

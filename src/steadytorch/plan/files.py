@@ -1,6 +1,6 @@
 """Plan files: `{key, payload, schema, sha256}` in canonical JSON, at most `MAX_BYTES`.
 
-They are validated on read and written atomically.
+Plan files are validated on read and written atomically.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _OPEN: set[tuple[int, int]] = set()
 
 
 class FileContents(msgspec.Struct, Generic[P], forbid_unknown_fields=True):
-    """Contents of a file without its digest. A payload with a `key` must repeat this key."""
+    """Contents of a plan file, without the digest.
+
+    A payload with a `key` field must hold the same key as the file.
+    """
 
     key: Key
     payload: P
@@ -62,11 +65,11 @@ class _Head(msgspec.Struct):
 
 
 class RefusedError(OSError):
-    """A file or folder that must not be read or changed, such as another user's."""
+    """A file or folder that must not be read or changed, such as one that another user owns."""
 
 
 class BrokenError(Exception):
-    """A file of this user with unusable content; `seen` is its status when it was read."""
+    """A plan file with unusable content; `seen` is its `stat` result from the time of reading."""
 
     seen: os.stat_result | None = None
 
@@ -79,7 +82,7 @@ def clean(text: object) -> str:
 
 
 def why(error: Exception) -> str:
-    """The reason of an error as a clause for messages."""
+    """The reason for an error, as a clause for messages."""
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return "it is a symbolic link"
     strerror = error.strerror if isinstance(error, OSError) else None
@@ -87,7 +90,7 @@ def why(error: Exception) -> str:
 
 
 def encoded(key: Key, payload: Any) -> bytes:
-    """Encodes a file, and decodes it once to make sure that it can be read.
+    """Encodes a plan file, and decodes it once to check that it reads back unchanged.
 
     Raises:
         BrokenError: decoding gives another value, as for a number that is not finite.
@@ -106,7 +109,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def decoded(data: bytes, payload_type: type[P]) -> FileContents[P]:
-    """Decodes the content of a file.
+    """Decodes the content of a plan file.
 
     Raises:
         BrokenError: it was truncated or altered, or does not fit the schema.
@@ -131,11 +134,11 @@ def _decoder(payload_type: Any) -> msgspec.json.Decoder[Any]:
 def read(
     name: str | os.PathLike[str], payload_type: type[P], folder: int | None = None
 ) -> tuple[FileContents[P], os.stat_result]:
-    """Reads a file and its status.
+    """Reads a plan file and its `stat` result.
 
-    If others may write to the store's folders, they may remove plans or restore old ones. They
-    cannot add plans, because files of other users are refused. Such a store is still read, and one
-    warning is logged.
+    Users who can write to the store's folders can remove plans or restore old ones. Other users
+    cannot add plans, because their files are refused. A store that other users can write to is
+    still read, with one warning.
 
     Args:
         name: the file, relative to `folder` if given.
@@ -158,7 +161,7 @@ def read(
 
 
 def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None = None) -> bytes:
-    """Reads a file with any content, under the same rules as `opened`.
+    """Reads the raw bytes of a file, with the same ownership checks as `opened`.
 
     Raises:
         OSError: it cannot be read, or is a link, not a regular file, or another user's.
@@ -172,7 +175,7 @@ def read_bytes(name: str | os.PathLike[str], most_bytes: int, folder: int | None
 def opened(
     name: str | os.PathLike[str], folder: int | None = None
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """Opens a regular file of this user or root; yields its descriptor and status.
+    """Opens a regular file owned by this user or root; yields its descriptor and `stat` result.
 
     Args:
         name: the file, relative to `folder` if given.
@@ -195,7 +198,7 @@ def opened(
 
 
 def bounded(read_piece: Callable[[int], bytes], most_bytes: int) -> bytes:
-    """Reads to the end, up to a size limit.
+    """Reads a source of bytes to its end, up to a size limit.
 
     Args:
         read_piece: returns at most the given number of bytes; empty at the end.
@@ -215,7 +218,7 @@ def bounded(read_piece: Callable[[int], bytes], most_bytes: int) -> bytes:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """Opens a directory that is not a link; operations relative to the descriptor stay inside.
+    """Opens a directory that is not a symbolic link; yields a descriptor for relative operations.
 
     Raises:
         OSError: it cannot be opened, or is a link.
@@ -228,7 +231,7 @@ def open_folder(path: Path) -> Iterator[int]:
 
 
 def check_private(seen: os.stat_result, what: str) -> None:
-    """Refuses files and folders that users other than this one and root may have written.
+    """Raises an error if users other than this one and root can write to a file or folder.
 
     Raises:
         RefusedError: it belongs to another user, or others may write to it.
@@ -261,7 +264,7 @@ def _warn_of_others(folder: int) -> None:
 
 
 def read_file(path: str | os.PathLike[str], payload_type: type[P]) -> tuple[Key, P]:
-    """Reads one plan file from any path, under the rules of the store, without quarantine.
+    """Reads one plan file from any path, with the store's checks but without quarantine.
 
     Returns:
         The key and the payload.
@@ -313,7 +316,9 @@ def write_whole(
 
 
 def create(path: Path, data: bytes) -> None:
-    """Creates a file exclusively. Readers may see it before it has its content.
+    """Creates a new file, and fails if the file exists.
+
+    Readers may see the new file before its content is complete.
 
     Raises:
         FileExistsError: the file exists.
@@ -331,7 +336,7 @@ def create(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Tests whether `write_whole` could write a file, by a temporary file without a name.
+    """Tests whether `write_whole` could write a file, using an unnamed temporary file.
 
     Raises:
         OSError: the folder is not writable.

@@ -1,6 +1,6 @@
-"""Plan keys: the workload, its inputs, the request and the environment.
+"""Plan keys: the workload, its inputs, the search options and the environment.
 
-PyTorch is imported only to describe a workload, so that stored keys can be read without it.
+PyTorch is imported only to describe a workload, so that stored keys can be read without PyTorch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _sha256_of(value: Any) -> str:
 
 
 class Difference(NamedTuple):
-    """A field in which two keys differ; None for an absent value."""
+    """A field in which two plan keys differ; `old` or `new` is None where the field is absent."""
 
     field: str
     old: Any
@@ -74,9 +74,9 @@ class Difference(NamedTuple):
 class Key(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """Everything a plan depends on, flat and readable; made by `make_key`.
+    """Everything a plan depends on, as a flat, readable record; made by `make_key`.
 
-    Rank, device index, host name, time and Python version are not part of it.
+    The key excludes rank, device index, host name, time and Python version.
 
     Attributes:
         workload: `workload_fingerprint`.
@@ -134,7 +134,7 @@ class Key(
 
     @property
     def environment_digest(self) -> str:
-        """SHA-256 of the fields that describe the machine and its software."""
+        """SHA-256 of the key fields that describe the machine and its software."""
         return _sha256_of({name: getattr(self, name) for name in ENVIRONMENT})
 
 
@@ -152,8 +152,8 @@ def make_key(
 ) -> Key:
     """Makes the key for a workload, a signature and a machine.
 
-    On a GPU, cores and threads of the host are left out: ranks started by `torchrun` have one
-    thread by default, and may be pinned to their own cores.
+    For a GPU, the key omits core and thread counts of the host. Ranks started by `torchrun` have
+    one thread by default, and may be pinned to cores.
 
     Args:
         workload: the workload; its untouched model is described.
@@ -190,7 +190,7 @@ def make_key(
 
 
 def in_environment(key: Key, facts: DeviceFacts) -> Key:
-    """Replaces the environment fields of a key by those of a machine and this version."""
+    """Replaces a key's environment fields by those of a machine and the current `RULES_VERSION`."""
     return msgspec.structs.replace(key, **_environment_of(facts))
 
 
@@ -201,7 +201,7 @@ def _environment_of(facts: DeviceFacts) -> dict[str, Any]:
 
 
 def differing_fields(old: Key, new: Key) -> list[Difference]:
-    """Lists the fields in which two keys differ; entries of mappings are named `ambient.name`."""
+    """Lists the fields in which two keys differ; mapping entries are named like `ambient.name`."""
     before, after = flat(old), flat(new)
     names = dict.fromkeys((*before, *after))
     pairs = ((name, before.get(name), after.get(name)) for name in names)
@@ -209,7 +209,10 @@ def differing_fields(old: Key, new: Key) -> list[Difference]:
 
 
 def nearest(stored: Iterable[Key], asked: Key) -> tuple[Difference, ...]:
-    """Differences to the nearest stored key; empty without a plan of the same workload."""
+    """Lists the fields in which the nearest stored key differs from the requested key.
+
+    The result is empty unless a stored key has the same workload or differs in the workload only.
+    """
     # Excludes an equal key, stored after the look-up.
     near = (key for key in stored if key != asked and _is_near(key, asked))
     found = [tuple(differing_fields(key, asked)) for key in near]
@@ -224,7 +227,7 @@ def _is_near(stored: Key, asked: Key) -> bool:
 
 
 def format_differences(differing: Sequence[Difference], most: int = 4) -> str:
-    """The first differences with both values, as a clause for messages; empty without any."""
+    """The first differences with old and new values, as a clause; empty if there are none."""
     if any(each.field == "signature" for each in differing):  # it has shapes and types
         differing = [d for d in differing if not _aspects(d) or _aspects(d).keys() - _IN_SIGNATURE]
     shown = "; ".join(map(_in_words, differing[:most]))
@@ -245,9 +248,9 @@ def _in_words(difference: Difference) -> str:
 
 
 def format_nearest(differing: Sequence[Difference], most: int = 4) -> str:
-    """The nearest stored plan and what differs, as a clause for messages; empty without any.
+    """The nearest stored plan and its differing fields, as a clause; empty without differences.
 
-    It does not repeat the shapes of the call, which messages have already.
+    The clause omits the shapes of the call, which the message shows elsewhere.
     """
     if not differing:
         return ""
@@ -273,15 +276,15 @@ def _is_input(difference: Difference) -> bool:
 
 
 def _kinds(difference: Difference) -> str:
-    """In what the values of an input differ."""
+    """The aspects in which two values of an input differ, such as `shape and dtype`."""
     constant = all(str(value).startswith("= ") for value in difference[1:])
     return " and ".join(_aspects(difference)) or ("value" if constant else "kind")
 
 
 def _aspects(difference: Difference) -> dict[str, tuple[str, str]]:
-    """Both values of each aspect of a tensor that differs; empty for anything else.
+    """Old and new value of each differing aspect of an input tensor; empty for other fields.
 
-    Strides follow from the shape, so they are left out if shapes differ.
+    If the shapes differ, strides are left out, because they follow from the shape.
     """
     if not _is_input(difference):
         return {}
@@ -298,7 +301,7 @@ def _aspects(difference: Difference) -> dict[str, tuple[str, str]]:
 
 
 def flat(key: Key) -> dict[str, Any]:
-    """The fields of a key by name; entries of mappings are named `ambient.name`."""
+    """The fields of a key by name; mapping entries are named like `ambient.name`."""
     found: dict[str, Any] = {}
     for field, value in msgspec.structs.asdict(key).items():
         if isinstance(value, dict):
@@ -329,10 +332,10 @@ def _text(value: object) -> str:
 
 
 def workload_fingerprint(workload: Workload) -> str:
-    """Identifies what a workload computes, except the values of weights and inputs.
+    """Hashes what a workload computes, without the values of weights and inputs.
 
-    It is equal in every process and on every device if source is available for the model's code.
-    `description.describe` lists what it covers.
+    The fingerprint is the same in every process and on every device if the model's source code is
+    available. `description.describe` lists what the fingerprint covers.
 
     Returns:
         64 hexadecimal digits.
@@ -343,7 +346,7 @@ def workload_fingerprint(workload: Workload) -> str:
 
 
 def trained_fingerprint(model: Any) -> str:
-    """Identifies what the model of a training step computes, without loss and optimizer.
+    """Hashes what the model of a training step computes, without loss and optimizer.
 
     Returns:
         64 hexadecimal digits, as `workload_fingerprint`.

@@ -16,7 +16,7 @@ from steadytorch.results.tune import CandidateResult, Gain, KeptPlan, Replayed, 
 
 
 class Speedup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Speed-up over the untouched workload, from pairs timed after the choice.
+    """Speed-up over the untouched workload, from pairs timed after the plan was chosen.
 
     Attributes:
         estimate: time of the baseline over time of the winner.
@@ -74,7 +74,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why the plan was chosen.
+    """The measurements that led to the choice of a plan.
 
     Attributes:
         baseline: the untouched workload in the confirming round.
@@ -105,7 +105,7 @@ _CACHED = re.compile(r"[a-z0-9]{2}/[A-Za-z0-9_-]{8,128}\.best_config")
 
 
 class CompilerChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What PyTorch's compiler chose by timing, for replays to choose the same.
+    """Autotuning choices of PyTorch's compiler, stored so that replays make the same choices.
 
     Attributes:
         kernels: launch configurations of Triton kernels in JSON, as the compiler's cache names and
@@ -126,7 +126,7 @@ class CompilerChoices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan as data. Loading one runs no code; its transforms come from a closed list.
+    """A plan as a data record. Loading a plan runs no code: its transforms come from a closed list.
 
     Attributes:
         name: name of the tuned workload.
@@ -140,7 +140,7 @@ class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         trains: for training plans, `trained_fingerprint` of the model; None for inference. The key
             covers loss and optimizer too, which `apply` does not get.
         libraries: versions of the libraries beside PyTorch that the candidate runs on.
-        compiler: what PyTorch's compiler chose by timing for the code that was measured.
+        compiler: autotuning choices of PyTorch's compiler for the measured code.
     """
 
     name: str
@@ -157,12 +157,12 @@ class PlanRecord(Shown, msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def id(self) -> str:
-        """The first 12 digits of the key's digest."""
+        """The plan's id: the first 12 hexadecimal digits of its key's digest."""
         return self.key.digest[:12]
 
 
 def as_result(plan: PlanRecord) -> Replayed:
-    """The result of replaying a plan: its evidence, as `--json` writes it."""
+    """The result of replaying a plan: the plan's evidence in the form that `--json` writes."""
     evidence = plan.evidence
     return Replayed(
         baseline=evidence.baseline,
@@ -185,12 +185,12 @@ def as_result(plan: PlanRecord) -> Replayed:
 
 
 def kept_plan(plan: PlanRecord) -> KeptPlan:
-    """What results say of a plan."""
+    """The summary of a plan for results: its id, file, transforms and objective."""
     return KeptPlan(plan.id, plan.path, texts(plan.candidate), plan.key.objective)
 
 
 def candidate_results(trials: Sequence[Trial]) -> tuple[CandidateResult, ...]:
-    """Trials with their transforms as text."""
+    """Converts the trials of a search for results, with their transforms as text."""
     return tuple(
         CandidateResult(
             **{
@@ -204,7 +204,7 @@ def candidate_results(trials: Sequence[Trial]) -> tuple[CandidateResult, ...]:
 
 
 def gain(speedup: Speedup) -> Gain:
-    """A speedup as results show it."""
+    """Converts a `Speedup` to a `Gain`, its type in results."""
     return Gain(**msgspec.structs.asdict(speedup))
 
 

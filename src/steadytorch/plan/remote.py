@@ -1,9 +1,10 @@
-"""A second plan store behind the local one, at any location that fsspec opens.
+"""A remote plan store behind the local one, at any location that fsspec can open.
 
-Ownership cannot protect it: anyone who can write there chooses plans for all readers. Those plans
-must still fit their key and use transforms from the closed list. Size limit, digest, schema and key
-are checked as for local files. Look-ups write, move and remove nothing there. `push` adds entries
-and replaces none, so that a plan under a key never changes for readers.
+File ownership cannot protect a remote store: anyone who can write to it chooses plans for all
+readers. Remote plans must still match their key and use transforms from the closed list. The size
+limit, digest, schema and key of a remote plan are checked as for local files. Look-ups never modify
+the remote store. `push` never replaces a stored plan, so the plan under a key never changes for
+readers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class RemoteStore:
-    """A plan store with the layout of a local one.
+    """A remote plan store with the same layout as a local store.
 
     Args:
         url: an fsspec URL, such as `s3://bucket/plans`, `https://...`, or a plain path. Packages
@@ -61,7 +62,7 @@ class RemoteStore:
         return entry.payload
 
     def push(self, key: Key, data: bytes) -> bool:
-        """Adds an entry, unless the store has a usable one under this key, which stays.
+        """Adds a plan to the store, unless the store has a usable plan under the same key.
 
         Args:
             key: the key of the entry.
@@ -92,7 +93,7 @@ class RemoteStore:
             time.sleep(WRITING_S / 20)
 
     def _fetched(self, name: str) -> bytes:
-        """Reads a file within the timeout; raises `BrokenError` with the reason otherwise."""
+        """Reads a remote file within the timeout, or raises `BrokenError` with the reason."""
         return self._within_timeout(lambda: _content(self._url, name))
 
     def _within_timeout(self, work: Callable[[], T], verb: str = "read") -> T:
@@ -129,7 +130,7 @@ def _content(url: str, name: str) -> bytes:
 
 
 def _write(url: str, name: str, data: bytes) -> bool:
-    """Creates a file; False if it exists."""
+    """Creates a remote file; returns False if it already exists."""
     from fsspec.core import url_to_fs
 
     files, root = url_to_fs(url)

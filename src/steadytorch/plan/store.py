@@ -1,9 +1,9 @@
 """The plan store: one self-describing file per plan, written atomically, validated on read.
 
-The digest in a file detects accidents, not attackers, since it holds no secret. Ownership protects
-the store: its directory is private, and files of other users are refused. File system errors do not
-propagate; they give a miss with a reason, or a plan in memory only. A second, read-only store may
-follow (`plan.remote`).
+The digest in a plan file detects corruption, not tampering, because the digest uses no secret.
+Ownership protects the store: its directory is private, and files of other users are refused. File
+system errors do not propagate: a look-up misses with a reason, and a write keeps the plan in memory
+only. After a miss, look-ups may try a second, read-only store (`plan.remote`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Found(Generic[P]):
-    """A stored payload; `path` is None if it is in memory only."""
+    """A stored payload; `path` is None if the payload is in memory only."""
 
     payload: P
     path: Path | None
@@ -70,7 +70,7 @@ class Found(Generic[P]):
 
 @dataclass(frozen=True)
 class Miss:
-    """No payload.
+    """The result of a look-up that found no payload.
 
     Attributes:
         reason: one line for messages.
@@ -86,7 +86,7 @@ class Miss:
 
 
 class Stored(NamedTuple):
-    """A file of the store: its key and payload, or its problem."""
+    """A plan file of the store: its key and payload, or the reason why it is unusable."""
 
     path: Path
     key: Key | None
@@ -95,7 +95,7 @@ class Stored(NamedTuple):
 
 
 class Store:
-    """This user's plans on this machine, by key.
+    """The plan store of this user on this machine, indexed by key.
 
     Args:
         root: the directory, created private to the user at the first write. The default is
@@ -120,7 +120,7 @@ class Store:
         self._warned = False
 
     def get(self, key: Key, payload_type: type[P], explained: bool = True) -> Found[P] | Miss:
-        """Looks a payload up. An unusable file is a miss, and is moved to quarantine.
+        """Looks up a payload. An unusable plan file counts as a miss and is moved to quarantine.
 
         Args:
             key: the key, which must match in every field.
@@ -156,7 +156,7 @@ class Store:
             return Miss(f"plan file {clean(path)} was refused: {why(error)}")
 
     def put(self, key: Key, payload: Any) -> Path | None:
-        """Stores a payload, a msgspec struct, and replaces any other under the same key.
+        """Stores a payload (a msgspec struct), replacing any payload under the same key.
 
         Returns:
             The path, or None if it cannot be written. Then this process keeps it in memory, and one
@@ -167,7 +167,7 @@ class Store:
     def check(self, key: Key) -> None:
         """Warns once if the store is not writable.
 
-        Call this before a long search. `put` tries to write all the same.
+        Call `check` before a long search. After a warning, `put` still tries to write.
 
         Args:
             key: the key to be stored.
@@ -181,7 +181,7 @@ class Store:
         self._warn(trouble)
 
     def add(self, key: Key, payload: P) -> Found[P]:
-        """Stores a payload unless the key has one; concurrent searches so share one plan.
+        """Stores a payload unless the key has one, so that concurrent searches share one plan.
 
         Returns:
             The payload now stored, in memory only if it cannot be written.
@@ -224,7 +224,7 @@ class Store:
             logger.warning("plans are kept in memory only: %s", trouble)
 
     def entries(self, payload_type: Any = msgspec.Raw) -> Iterator[Stored]:
-        """Yields all files of the store by name, unusable ones with their problem; moves nothing.
+        """Yields all plan files sorted by name, including unusable ones; moves no files.
 
         Args:
             payload_type: the type of payloads; by default they stay JSON bytes.
@@ -247,7 +247,7 @@ class Store:
             yield from (_listed(path, payload_type) for path in paths)
 
     def find(self, plan_id: str, payload_type: Any = msgspec.Raw) -> Stored:
-        """Finds the one file whose digest starts with these digits, usable or not.
+        """Finds the one plan file whose digest starts with `plan_id`, usable or not.
 
         Raises:
             PlanError: no file or several files match.
@@ -262,14 +262,14 @@ class Store:
         return found[0]
 
     def quarantined(self) -> list[Path]:
-        """The files in quarantine."""
+        """The unusable plan files in quarantine."""
         try:
             return [] if self.root is None else _files_in(self.root / QUARANTINE)
         except (OSError, ValueError):
             return []
 
     def remove(self, path: str | os.PathLike[str]) -> str | None:
-        """Deletes a file of the store, usable or not, and its companions.
+        """Deletes a plan file, usable or not, and its companion files.
 
         Returns:
             None if it was deleted, else the reason in one line.
@@ -306,7 +306,7 @@ class Store:
         return Miss(f"plan file {clean(path)} {reason}; {fate}")
 
     def _quarantine(self, folder: int, path: Path, seen: os.stat_result | None) -> str:
-        """Moves a file to quarantine; returns the result as a clause."""
+        """Moves a file to quarantine; returns a clause on what happened to the file."""
         assert self.root is not None
         target = self.root / QUARANTINE / f"{path.parent.name}.{path.name}"
         try:
@@ -324,7 +324,7 @@ class Store:
         return f"moved to {target}"
 
     def has_any(self, workload: str) -> bool:
-        """Whether there may be a plan for a workload, with any inputs and settings.
+        """Whether the store may hold a plan for a workload, with any inputs and settings.
 
         Args:
             workload: the `workload_fingerprint`.
@@ -335,7 +335,7 @@ class Store:
         return len(keys) >= _SCAN_LIMIT or any(key.workload == workload for key in keys)
 
     def _keys(self) -> list[Key]:
-        """Keys of the first usable plans; cached until a folder changes."""
+        """Keys of usable plans in the first `_SCAN_LIMIT` files; cached until a folder changes."""
         state = self._state()
         if state is None or self._scanned[0] != state:
             entries = islice(self.entries(), _SCAN_LIMIT)
@@ -354,7 +354,7 @@ class Store:
             return None
 
     def nearest(self, key: Key) -> Miss:
-        """Makes a miss that names the fields in which the nearest stored key differs."""
+        """Returns a `Miss` that names the fields in which the nearest stored key differs."""
         differing = nearest(self._keys(), key)
         if not differing:
             return Miss("no plan is stored for this workload")
@@ -370,7 +370,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _drop_companions(stem: str, folder: int) -> None:
-    """Removes the companions of an entry of this name from an open folder, if there are any."""
+    """Removes a plan's companion files (see `COMPANIONS`) from an open folder, if present."""
     for suffix in COMPANIONS:
         with suppress(OSError):
             os.unlink(stem + suffix, dir_fd=folder)

@@ -1,5 +1,5 @@
-"""Worker processes: isolate code that may crash, hang or leak.
+"""Worker processes, which isolate code that may crash, hang or leak resources.
 
-A worker serves the methods of a handler object, which is named by its import path. This package
-knows processes and messages only.
+A worker process runs the methods of a handler object, whose class is given by import path. This
+package contains only process management and messaging.
 """

@@ -1,7 +1,8 @@
-"""The worker side: connects, loads the handler, and answers requests until the parent exits.
+"""The worker process: loads the handler, then answers requests until the parent exits.
 
-Started as `python -P -m steadytorch.process.child FD MODULE:CLASS DIRECTORY [MODULE ...]`. It never
-imports the parent's main module, so scripts without a main guard, notebooks and `python -c` work.
+Started as `python -P -m steadytorch.process.child FD MODULE:CLASS DIRECTORY [MODULE ...]`. The
+worker never imports the parent's main module, so scripts without a main guard, notebooks and
+`python -c` work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Serve requests until `close` or end of stream.
+    """Serve the parent's requests until a `close` request or the end of the stream.
 
     Args:
         arguments: the inherited file descriptor, the handler class, its directory, and modules to
@@ -73,7 +74,7 @@ def _answer(handler: object, request: Request) -> Reply:
 
 
 def _leave(handler: object) -> None:
-    """Exit at once: tearing down compilers and CUDA contexts is slow."""
+    """Close the handler and exit at once: tearing down compilers and CUDA contexts is slow."""
     with contextlib.suppress(BaseException):
         close = getattr(handler, "close", None)
         if close is not None:
@@ -90,13 +91,16 @@ def die_with_parent() -> None:
 
 
 def _be_killed_first() -> None:
-    """Let the OOM killer pick the worker."""
+    """Make this worker the OOM killer's first choice."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def describe(error: BaseException) -> RemoteException:
-    """Convert an exception to a message; compilers wrap out-of-memory errors, so check the text."""
+    """Convert an exception to a `RemoteException`.
+
+    Out-of-memory errors are also recognised by their text, because compilers wrap them.
+    """
     text = str(error).strip()
     lowered = text.lower()
     out_of_memory = (

@@ -13,10 +13,11 @@ from pathlib import Path
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a private temporary folder; remove it when the block or the process ends.
+    """Create a private temporary folder; remove it when the `with` block or the process ends.
 
-    The process counts too, because a daemon thread may never reach the end of its block. `Worker`
-    ends the workers that use the folder before it is removed.
+    The folder is also removed at process exit, because a daemon thread may never reach the end of
+    its `with` block. At exit, `Worker` kills the workers that use the folder before the folder is
+    removed.
     """
     folder, owner = Path(tempfile.mkdtemp(prefix="steadytorch-")), os.getpid()
 

@@ -1,8 +1,8 @@
-"""Starts workers in milliseconds: a process that imports the modules once, and forks the workers.
+"""Starts workers in milliseconds by forking a server process that has imported the modules.
 
-Importing PyTorch and its compiler takes seconds, for each worker and on all cores at once. Forked
-workers share what the server has imported. They also share its address space layout, so
-measurements of the variation between processes start fresh interpreters instead.
+Without a fork server, every worker spends seconds on importing PyTorch and its compiler. Forked
+workers share the modules that the server has imported. Forked workers also share the server's
+address space layout, so measurements of variation between processes use fresh interpreters instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLL_S, _REPORT_S = 0.005, 2.0
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A request for a worker; its connection and its log travel along as file descriptors.
+    """A request to fork a worker; the connection and the log are passed as file descriptors.
 
     Attributes:
         number: stands for the worker in reports.
@@ -39,7 +39,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A worker was started, or ended.
+    """A report that a worker was started or has ended.
 
     Attributes:
         number: of the request.
@@ -60,8 +60,8 @@ _decode_report = msgspec.msgpack.Decoder(Report).decode
 class ForkServer:
     """The parent side of a fork server.
 
-    Where forking would be unsafe, because an imported module started a thread or initialised CUDA,
-    the server starts fresh interpreters instead.
+    If forking is unsafe, because an imported module started a thread or initialised CUDA, the
+    server starts fresh interpreters instead.
 
     Args:
         directory: folder for its log.
@@ -79,16 +79,16 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can start workers."""
+        """Whether the fork server runs and can start workers."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the fork server."""
         return self._process.pid
 
     def fork(self, arguments: Sequence[str], connection: int, log: int) -> ForkedProcess:
-        """Asks for a worker, and returns before it is started.
+        """Requests a worker and returns without waiting for its start.
 
         Args:
             arguments: see `Fork`.
@@ -109,7 +109,7 @@ class ForkServer:
         return worker
 
     def update(self) -> None:
-        """Takes note of the reports that have arrived."""
+        """Reads the server's pending reports and updates the state of the workers."""
         with contextlib.suppress(OSError):  # none is left, or the server has ended
             while message := self._channel.recv(MESSAGE_BYTES):
                 report = _decode_report(message)
@@ -118,15 +118,15 @@ class ForkServer:
                 worker.status = report.status
 
     def pause(self) -> None:
-        """Stops the server until `resume`, so that it imports nothing meanwhile."""
+        """Suspends the server process, and with it all imports, until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a paused server go on."""
+        """Resumes a paused server."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kills the server; Linux kills its workers with it."""
+        """Kills the fork server; Linux then kills all workers of the server."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._channel.close()
@@ -137,7 +137,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A worker of a fork server, with the part of `subprocess.Popen` that `Worker` needs.
+    """A forked worker, with the subset of the `subprocess.Popen` interface that `Worker` needs.
 
     Attributes:
         number: stands for it in messages.
@@ -151,9 +151,9 @@ class ForkedProcess:
         self.status: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it is expected or runs.
+        """The worker's exit status; None before the worker's start and while the worker runs.
 
-        If it has ended just now, waits for the server's report.
+        If the worker has just ended, waits up to 2 s for the server's report.
         """
         self._server.update()
         until = time.monotonic() + _REPORT_S
@@ -166,7 +166,7 @@ class ForkedProcess:
         return self.status
 
     def _has_ended(self) -> bool:
-        """Whether the system says that it ended."""
+        """Whether the worker has ended according to `/proc`."""
         if self.pid is None or not self._server.alive:
             return False
         try:
@@ -176,10 +176,10 @@ class ForkedProcess:
         return fields.split()[0] in ("Z", "X")
 
     def wait(self, timeout: float) -> int:
-        """Waits for its end; returns at once if it was never started.
+        """Waits for the worker to end; returns at once if the worker was never started.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: the worker still runs.
         """
         until = time.monotonic() + timeout
         while (status := self.poll()) is None and self.pid is not None:
@@ -189,9 +189,9 @@ class ForkedProcess:
         return 0 if status is None else status
 
     def hold(self) -> None:
-        """Keeps it from being started until `release`."""
+        """Prevents the fork server from starting this worker until `release`."""
         self._server.pause()
 
     def release(self) -> None:
-        """Ends `hold`."""
+        """Lets the fork server start this worker again after `hold`."""
         self._server.resume()

@@ -1,7 +1,7 @@
-"""The fork server's side: imports what a worker needs, then forks it.
+"""The fork server process: imports the modules that a worker needs, then forks the worker.
 
-Started as `python -P -m steadytorch.process.fork_server_main FD`. It runs no code but imports, so
-the processes that it forks hold no thread and no device.
+Started as `python -P -m steadytorch.process.fork_server_main FD`. The server only imports modules,
+so that forked workers inherit no threads and no CUDA state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE_S = 5.0
 
 
 class _Server:
-    """Forks each worker once its modules are imported, and reports how it ended.
+    """Forks each worker once its modules are imported, and reports the worker's exit status.
 
     Args:
         channel: connection to `ForkServer`.
@@ -45,7 +45,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Serves requests until the parent closes the channel."""
+        """Serves fork requests until the parent closes the channel."""
         while True:
             self._start_ready()
             missing = self._missing()
@@ -60,14 +60,14 @@ class _Server:
                 self._import(missing[0])
 
     def _receive(self) -> bool:
-        """Takes a request; whether the channel is still open."""
+        """Receives one request; returns whether the channel is still open."""
         message, handles, *_ = socket.recv_fds(self._channel, MESSAGE_BYTES, 2)
         if message:
             self._waiting.append((decode_fork(message), handles))
         return bool(message)
 
     def _missing(self) -> list[str]:
-        """Modules that waiting requests still need, the first request's first."""
+        """Modules that waiting requests need but that were not imported yet, in request order."""
         needed = (name for request, _ in self._waiting for name in _modules_of(request))
         return [name for name in needed if name not in self._tried]
 
@@ -118,7 +118,7 @@ class _Server:
         os._exit(0)
 
     def _spawn(self, request: Fork, connection: int, log: int) -> int:
-        """Starts a fresh interpreter instead."""
+        """Starts a worker in a fresh interpreter, because forking is unsafe."""
         os.set_inheritable(connection, True)
         command = [sys.executable, "-P", "-m", "steadytorch.process.child", str(connection)]
         pid = os.posix_spawn(
@@ -142,13 +142,13 @@ class _Server:
 
 
 def _modules_of(request: Fork) -> list[str]:
-    """What a worker needs before it is forked: its handler's module, and those asked for."""
+    """Modules to import before a worker is forked: its handler's module and the requested ones."""
     handler, _, *imports = request.arguments
     return [handler.partition(":")[0], *imports]
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Process id and wait status of each child that ended."""
+    """Yields the process id and wait status of each child process that has ended."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
@@ -162,10 +162,11 @@ def _fork() -> int:
 
 
 def _can_fork() -> bool:
-    """Whether forked processes would work after what was imported.
+    """Whether forked processes would work, given the modules imported so far.
 
     BLAS libraries end their threads before a fork. A forked process hangs if the parent has started
-    OpenMP threads, and cannot use CUDA if the parent has queried devices. `_computes` tests both.
+    OpenMP threads. A forked process cannot use CUDA if the parent has queried devices. `_computes`
+    tests for both problems.
     """
     if threading.active_count() > 1:
         return False
@@ -173,7 +174,7 @@ def _can_fork() -> bool:
 
 
 def _computes() -> bool:
-    """Whether a forked process can run an operation on several threads, and may use CUDA."""
+    """Whether a forked process can run a multi-threaded operation and can use CUDA."""
     import torch
 
     if not (pid := _fork()):
@@ -191,7 +192,7 @@ def _computes() -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Serves requests on the inherited file descriptor."""
+    """Serves fork requests on the inherited file descriptor."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _Server(socket.socket(fileno=int(arguments[0]))).run()

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 
 class Interpreter(NamedTuple):
-    """What runs a worker.
+    """The Python interpreter of a worker, with import path and working directory.
 
     Attributes:
         python: path of the Python executable.
@@ -36,7 +36,7 @@ class Interpreter(NamedTuple):
         log: BinaryIO,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts `python -m MODULE DESCRIPTOR ARGUMENTS` in a session of its own.
+        """Starts `python -m MODULE DESCRIPTOR ARGUMENTS` in its own session.
 
         Args:
             module: the module to run.

@@ -1,4 +1,4 @@
-"""Background jobs of the caller's process, interrupted when it ends."""
+"""Background jobs in a thread of this process, interrupted when the main thread ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class JobQueue:
     """Runs jobs one after another in a thread that ends when the queue is empty.
 
     When the main thread ends, SystemExit is raised in the running job and the waiting jobs are
-    dropped. A daemon thread alone would not do: if the interpreter shuts down while the thread is
-    inside PyTorch's C++ code, the process aborts.
+    dropped. A plain daemon thread is not enough: the process aborts if the interpreter shuts down
+    while the thread is inside PyTorch's C++ code.
 
     Args:
         name: name of the thread.
@@ -64,7 +64,8 @@ class JobQueue:
 def _end_with_main(thread: Thread) -> None:
     """Waits for `thread`; interrupts it when the main thread has ended.
 
-    Python waits for this thread before it shuts down, and so for `thread`, but at most `_GRACE_S`.
+    Runs in a non-daemon thread, so that interpreter shutdown waits up to `_GRACE_S` seconds for
+    `thread`.
     """
     while main_thread().is_alive():
         thread.join(_POLL_S)

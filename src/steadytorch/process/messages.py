@@ -15,7 +15,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class RemoteException(msgspec.Struct, frozen=True):
-    """An exception in the worker, as text, because only the worker may be able to import its type.
+    """An exception of the worker as text, because the parent may be unable to import its type.
 
     Attributes:
         type: class name; empty for an error of this project, whose message is enough.
@@ -31,7 +31,7 @@ class RemoteException(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The method's result (msgpack types only) or its exception."""
+    """The worker's reply: the method's result (msgpack types only) or its exception."""
 
     result: Any = None
     raised: RemoteException | None = None

@@ -1,4 +1,4 @@
-"""A busy process beside a timed one, for plans that hold up on shared cores."""
+"""A process that keeps one core busy during timing, for tuning on shared cores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ while os.read(0, 1):
 
 
 class Neighbour:
-    """Keeps one core busy within its context; it may be entered again and again.
+    """Context manager that keeps one core busy; can be entered repeatedly.
 
-    The process starts at the first entry and ends with `close`.
+    The busy process starts at the first entry and ends with `close`.
 
     Args:
         wanted: False for a context that does nothing.
@@ -39,7 +39,7 @@ class Neighbour:
         self._switch()
 
     def _switch(self) -> None:
-        """Makes it busy or idle.
+        """Toggles the process between busy and idle.
 
         Raises:
             BrokenPipeError: the process has died.
@@ -49,7 +49,7 @@ class Neighbour:
             self._process.stdin.write(b".")
 
     def close(self) -> None:
-        """Ends the process; entering afterwards starts another."""
+        """Ends the busy process; the next entry starts a new one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

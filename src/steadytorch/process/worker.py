@@ -63,7 +63,9 @@ class WorkerFault(Exception):  # noqa: N818 - a value of the protocol, not a mis
 
 
 class Worker:
-    """A worker process. Requests are answered in order; a fault other than RAISED ends the process.
+    """A worker process, which answers requests in order.
+
+    A fault other than an exception raised by the handler ends the worker process.
 
     Args:
         handler: import path of the handler class, `package.module:Class`. The worker creates it at
@@ -118,7 +120,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process id, which is also its process group; None while a fork server starts it."""
+        """The worker's process id and process group id; None until a fork server has started it."""
         self._process.poll()
         return self._process.pid
 
@@ -179,7 +181,7 @@ class Worker:
             return True
 
     def overdue(self, deadline_s: float) -> bool:
-        """Whether the pending request is past `deadline_s`, or memory exceeds its limit."""
+        """Whether the pending request is past `deadline_s`, or the worker over its memory limit."""
         if self._pending_since is None:
             return False
         limit = self._memory_limit
@@ -187,14 +189,14 @@ class Worker:
         return over or time.monotonic() - self._pending_since > deadline_s
 
     def pause(self) -> None:
-        """Stop the worker's whole process group until `resume`; time stands still for deadlines."""
+        """Stop the worker's process group until `resume`; deadlines do not count paused time."""
         self._paused_at = time.monotonic()
         if isinstance(self._process, ForkedProcess) and self.pid is None:
             self._process.hold()
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused worker go on."""
+        """Resume a paused worker."""
         if isinstance(self._process, ForkedProcess):
             self._process.release()
         self._signal(signal.SIGCONT)
@@ -207,7 +209,7 @@ class Worker:
                 os.killpg(pid, number)
 
     def close(self) -> None:
-        """Ask the worker to exit, then kill what is left of its process group."""
+        """Ask the worker to exit, then kill the rest of its process group."""
         if self.alive and self._pending_since is None:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(encode(Request("close")))
@@ -218,7 +220,8 @@ class Worker:
     def kill(self) -> None:
         """Kill the worker's whole process group at once, stopped processes included.
 
-        Runs once, because the group id may be reused, and never in a forked child of the parent.
+        Repeated calls do nothing, because the group id may be reused. Calls in a forked child of
+        the parent do nothing.
         """
         if self._gone or os.getpid() != self._owner:
             return
@@ -244,7 +247,7 @@ class Worker:
             return log.read()
 
     def _crashed_in(self) -> str:
-        """Return the Python line of the crash as a clause; empty if unknown."""
+        """Return the Python line that crashed, as a clause for messages; empty if unknown."""
         try:
             log = self._tail(_TAIL_BYTES)
         except OSError:
@@ -300,7 +303,7 @@ def _started(
     interpreter: Interpreter,
     server: ForkServer | None,
 ) -> subprocess.Popen[bytes] | ForkedProcess:
-    """The process that runs `child.serve`, forked if there is a server."""
+    """Start a worker process: forked by `server` if alive, else in a fresh interpreter."""
     if server is not None:
         with contextlib.suppress(OSError):  # it has ended
             return server.fork(arguments, descriptor, log.fileno())
@@ -308,7 +311,7 @@ def _started(
 
 
 def wait_any(workers: Sequence[Worker], timeout_s: float) -> list[Worker]:
-    """Wait until at least one worker is ready to receive from; return all that are."""
+    """Return the workers that have answered or died, waiting up to `timeout_s` for the first."""
     finished = [worker for worker in workers if worker.ready()]
     if finished:
         return finished

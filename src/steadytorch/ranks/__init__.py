@@ -1,1 +1,1 @@
-"""Ranks of one job agree on a plan, through the job's own store."""
+"""Ranks of a distributed job agree on one plan through the job's key-value store."""

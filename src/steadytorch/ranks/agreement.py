@@ -1,18 +1,20 @@
-"""One agreement between ranks: all of them serve one plan, or none serves any.
+"""One agreement between ranks: all ranks run the same plan, or all run the untouched model.
 
-Ranks write to the process group's key-value store, and nothing else: no collective, no pickle.
+Ranks communicate only through the process group's key-value store, without collectives or pickle.
 
-1. Each rank writes its vote: a random token, the subject, and the plan it holds or none.
-2. The leader, rank 0, reads the votes and proposes a plan, or searches first.
-3. Ranks without that plan fetch its bytes and check their digest. Each rank prepares the plan and
-   writes whether it can serve it.
+1. Each rank writes its vote: a random token, the subject of the agreement, and its plan, if any.
+2. The leader, rank 0, reads the votes and proposes a plan. If no rank has a plan, the leader may
+   search first.
+3. Ranks without the proposed plan fetch its bytes and check their digest. Each rank prepares the
+   plan and writes whether it can run the plan.
 4. The leader writes the final decision. A rank past its deadline writes the final decision
-   `untouched` itself. Both use `compare_set` on one key, so the first one holds for all.
+   `untouched` itself. The leader and late ranks write with `compare_set` on one key, so the first
+   final decision holds for all ranks.
 
-A decision holds for a rank only if it names the token of that rank's vote, because the store of
-`torchrun` survives restarts. A rank that loses the store before it has answered runs untouched, and
-without its answer no other rank serves. A rank that loses the store after it has answered cannot
-know the decision; there `UncertainError` is raised.
+A decision holds for a rank only if it contains the token of that rank's vote, because the store of
+`torchrun` survives restarts. A rank that loses the store before answering a proposal runs the
+untouched model; without its answer, no rank runs the plan. A rank that loses the store after
+answering cannot know the decision and raises `UncertainError`.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ T = TypeVar("T")
 
 
 class UncertainError(SteadyError):
-    """The store was lost at the one moment when this rank cannot know what the others do."""
+    """The store was lost after this rank had answered, so the final decision is unknown."""
 
 
 class Ballot(NamedTuple):
-    """What this rank brings to an agreement.
+    """This rank's input to an agreement: its plan, any problem, and a function that searches.
 
     Attributes:
         subject: digest of what is decided; must be equal on all ranks.
@@ -81,22 +83,23 @@ class Ballot(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why all ranks run untouched; `is_absence` if a rank was missing, late or gone."""
+    """Why all ranks run the untouched model; `is_absence` if a rank was missing, late or gone."""
 
     reason: str
     is_absence: bool = False
 
 
 class _LostError(Exception):
-    """The store failed or hangs."""
+    """The process group's key-value store failed or hangs."""
 
 
 class Agreement:
-    """Decides once, over all ranks, whether a plan is served.
+    """Decides once, for all ranks together, whether a plan is used.
 
-    Call `propose`, prepare the plan, then call `finish`; on all ranks in the same order. Neither
-    blocks for longer than the deadline plus two seconds without a sign of life of another rank.
-    Searching and preparing ranks give signs of life.
+    On every rank, call `propose`, prepare the plan, then call `finish`. All ranks must make their
+    agreements in the same order. `propose` and `finish` block for at most the deadline plus two
+    seconds without a heartbeat from another rank. Ranks send heartbeats while they search or
+    prepare a plan.
 
     Args:
         ranks: this process and its group.
@@ -156,7 +159,7 @@ class Agreement:
         return fetched
 
     def finish(self, problem: str | None = None) -> Refusal | None:
-        """Tells whether this rank can serve, and waits until all have.
+        """Announces whether this rank can run the plan, and waits for the final decision.
 
         Args:
             problem: why this rank cannot serve the proposed plan; None if it is ready.
@@ -200,7 +203,7 @@ class Agreement:
     # -- the store ------------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        """Runs work with the store in a thread, as a call to a stopped store may hang.
+        """Runs store access in a separate thread, because a call to a stopped store may hang.
 
         Raises:
             _LostError: the store failed, or a call to it hangs.
@@ -235,7 +238,7 @@ class Agreement:
         return self._life + self._ranks.deadline_s
 
     def _pace(self) -> Iterator[bool]:
-        """Yields at each poll whether the deadline has passed; waits longer from poll to poll."""
+        """Yields at each poll whether the deadline has passed; the wait between polls grows."""
         pause = _POLL_S
         while not self._is_over:
             alive = self._store.add("alive", 0)
@@ -255,7 +258,7 @@ class Agreement:
             self._stop_beating()
 
     def _beat(self) -> None:
-        """Gives signs of life until `_stop_beating` is called."""
+        """Starts a thread that sends heartbeats until `_stop_beating` is called."""
         stopped, store = Event(), self._store
         seconds = min(BEAT_S, self._ranks.deadline_s / 4)
 
@@ -269,7 +272,7 @@ class Agreement:
         finalize(self, stopped.set)  # an agreement that is dropped must not keep others waiting
 
     def _read(self) -> tuple[str, Decision | None]:
-        """The decision's text, and the decision if it holds for this rank."""
+        """Reads the stored decision: its text, and the decoded decision if valid for this rank."""
         if not self._store.check(["decision"]):
             return "", None
         data = self._store.get("decision")
@@ -296,7 +299,10 @@ class Agreement:
         )
 
     def _votes(self) -> list[Vote | None]:
-        """The votes so far; None for a rank without one. A malformed vote is a problem."""
+        """The votes so far; None for a rank without a vote.
+
+        A malformed vote counts as a problem of the rank.
+        """
         names = [f"vote/{rank}" for rank in range(self._ranks.size)]
         if self._store.check(names):
             return [_vote(data) for data in self._store.multi_get(names)]
@@ -310,7 +316,7 @@ class Agreement:
         return self._proposed()
 
     def _proposed(self) -> tuple[Decision, bytes | None]:
-        """Waits for a proposal or a final decision, and fetches the plan."""
+        """Waits for a proposal or a final decision, and fetches the proposed plan."""
         for is_late in self._pace():
             seen, decision = self._read()
             if decision is not None and decision.is_final:
@@ -328,7 +334,7 @@ class Agreement:
         raise AssertionError  # `_pace` ends by raising
 
     def _fetched(self, decision: Decision) -> Any:
-        """The plan's bytes; None if this rank has the plan, `_PENDING` before they are there."""
+        """The plan's bytes; None if this rank has the plan, `_PENDING` until they are published."""
         name = f"plan/{decision.nonce}"
         if decision.source == self._ranks.rank and self._payload is not None:
             if not self._store.check([name]):
@@ -341,7 +347,7 @@ class Agreement:
     def _searched(
         self, search: Callable[[tuple[str, ...]], tuple[str, bytes] | str]
     ) -> tuple[Decision, bytes | None]:
-        """Searches while giving signs of life, then proposes the plan; on the leader only."""
+        """Searches while sending heartbeats, then proposes the plan found; on the leader only."""
         votes = self._guarded(self._votes)
         gpus = tuple(vote.gpu for vote in votes if vote is not None and vote.gpu)
         try:
@@ -362,7 +368,7 @@ class Agreement:
         return self._guarded(self._voted)
 
     def _vetoed(self, reason: str) -> Decision:
-        """Ends the agreement, unless it has ended."""
+        """Returns the final decision; writes the decision `untouched` if there is none yet."""
         while True:
             seen, decision = self._read()
             if decision is not None and decision.is_final:
@@ -370,7 +376,10 @@ class Agreement:
             self._swap(seen, self._untouched(reason, self._votes()))
 
     def _give_up(self, seen: str, decision: Decision | None) -> Decision | None:
-        """Past the deadline: ends the agreement; None if another rank was first."""
+        """Writes the decision `untouched` after the deadline, and returns None.
+
+        If the other ranks decided without this rank, returns a local `untouched` decision instead.
+        """
         votes = self._votes()
         missing = [rank for rank, vote in enumerate(votes) if vote is None]
         if decision is None and _is_final(seen):
@@ -395,7 +404,7 @@ class Agreement:
     # -- the leader -----------------------------------------------------------------------------
 
     def _lead(self, seen: str, decision: Decision | None) -> None:
-        """Moves the decision on, if votes or answers have come in."""
+        """Updates the decision from the votes and answers so far; on the leader only."""
         if not self._store.check([f"vote/{rank}" for rank in range(self._ranks.size)]):
             return
         votes = [vote for vote in self._votes() if vote is not None]
@@ -415,7 +424,7 @@ class Agreement:
             self._swap(seen, msgspec.structs.replace(decision, kind="serve", nonce=nonce))
 
     def _answer(self, rank: int, decision: Decision) -> Answer | None:
-        """The answer of a rank to this proposal; None before there is one."""
+        """The answer of a rank to a proposal; None if the rank has not answered yet."""
         name = f"answer/{rank}"
         if not self._store.check([name]):
             return None
@@ -457,7 +466,7 @@ _PENDING = object()
 
 
 def decide(votes: Sequence[Vote]) -> Decision:
-    """What the leader decides when every rank has voted; depends on nothing but the votes."""
+    """The leader's decision once every rank has voted; depends on the votes only."""
     tokens, nonce = tuple(vote.token for vote in votes), secrets.token_hex(8)
 
     def untouched(reason: str) -> Decision:
@@ -493,7 +502,7 @@ def decide(votes: Sequence[Vote]) -> Decision:
 
 
 def checked(payload: bytes, sha256: str | None) -> str | None:
-    """Why fetched bytes of a plan must not be used; None if they are whole."""
+    """The reason to reject the fetched bytes of a plan; None if their size and digest are valid."""
     if len(payload) > MOST_PAYLOAD:
         return f"the plan's {len(payload)} bytes are over the limit of {MOST_PAYLOAD}"
     if hashlib.sha256(payload).hexdigest() != sha256:

@@ -1,10 +1,11 @@
-"""Ending a plan on all ranks at the same training step, although one rank alone finds the fault.
+"""Ends a plan on all ranks at the same training step when one rank finds a fault.
 
-Ranks call `at` once per step. Every `EVERY` steps a rank passes a checkpoint: it counts itself, and
-waits until all ranks have passed the checkpoint before. So ranks are never further apart than two
-checkpoints. A rank that must end the plan publishes the step at which all of them do: the third
-checkpoint after its own. No rank can have passed the second one by then, and each rank reads what
-was published at every checkpoint.
+Each rank calls `Checkpoints.at` once per step. Every `EVERY` steps a rank passes a checkpoint: it
+increments a counter, then waits until all ranks have passed the previous checkpoint. Ranks are
+therefore never more than two checkpoints apart. A rank that must end the plan publishes the step at
+which all ranks end it: the third checkpoint after its own. When the step is published, no rank has
+passed the second checkpoint after the publishing rank's. Each rank looks for a published step at
+every checkpoint.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ log = logging.getLogger("steadytorch")
 
 
 class Checkpoints:
-    """The steps of one rank, as far as other ranks must know of them.
+    """Counts the steps of one rank, and synchronises with the other ranks at checkpoints.
 
-    If the store is lost, or a rank is missing at the deadline, this rank goes on as before and no
-    longer waits.
+    If the store is lost, or a rank is missing at the deadline, this rank continues without further
+    checkpoints.
 
     Args:
         ranks: this process and its group.
@@ -59,7 +60,7 @@ class Checkpoints:
         self.lost: str | None = None
 
     def at(self, reason: str | None = None, kind: Kind = "plan") -> Ending | None:
-        """Begins a step; call it on every rank, once per step.
+        """Begins a training step; call `at` on every rank, once per step.
 
         Args:
             reason: why this rank must end the plan; None if it need not.
@@ -108,7 +109,7 @@ class Checkpoints:
         self._ending = decode(self._store.get(self._name), Ending)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Runs work with the store in a thread, because a call to a stopped store may hang."""
+        """Runs store access in a separate thread, because a call to a stopped store may hang."""
         failed: list[BaseException] = []
         done = Event()
 

@@ -1,4 +1,4 @@
-"""The ranks that agree with one another: those of an initialised process group."""
+"""The ranks of an initialised process group, which agree on plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _lock = Lock()
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks of a group.
+    """The position of this process among the ranks of a process group.
 
     Attributes:
         rank: rank of this process in the group; 0 leads.
@@ -42,13 +42,13 @@ class Ranks:
     deadline_s: float = DEADLINE_S
 
     def next_prefix(self) -> str:
-        """Prefix for the keys of this process's next agreement; ranks agree in the same order."""
+        """Store prefix of the next agreement; all ranks make their agreements in the same order."""
         with _lock:
             return f"{self.name}/{next(_counters.setdefault(self.name, itertools.count()))}"
 
 
 def ranks_of(group: Any = None, agree: bool = True) -> Ranks | None:
-    """The ranks of a process group, or None where there is nobody to agree with.
+    """The ranks of a process group; None without other ranks, or if `agree` is False.
 
     Args:
         group: a `torch.distributed` process group; None for the default group.
@@ -77,7 +77,7 @@ def ranks_of(group: Any = None, agree: bool = True) -> Ranks | None:
 
 
 def collective_in(model: nn.Module) -> str | None:
-    """Why a plan must not run inside this model: it communicates; None if no part is known to."""
+    """Why a plan must not run inside a model: it contains DDP or FSDP; None if neither is found."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         found = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -96,7 +96,7 @@ def collective_in(model: nn.Module) -> str | None:
 
 
 def deadline_from_environment() -> float:
-    """The deadline in seconds that the environment variable `DEADLINE` sets, or the default.
+    """The deadline in seconds from the environment variable named in `DEADLINE`, 60 by default.
 
     Raises:
         UsageError: the variable is not a positive number.

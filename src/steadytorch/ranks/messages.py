@@ -1,4 +1,4 @@
-"""Messages of an agreement: JSON of bounded size, validated on read."""
+"""Messages of an agreement between ranks: JSON of bounded size, validated on read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PAYLOAD = 1 << 20
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank brings to an agreement.
+    """The vote of one rank in an agreement: its plan, or why it cannot run one.
 
     Attributes:
         token: random and new for each agreement of each process, so that messages of an earlier
@@ -37,7 +37,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of an agreement. `serve` and `untouched` are final.
+    """The current decision in an agreement. Decisions of kind `serve` and `untouched` are final.
 
     Attributes:
         kind: `search`: the leader searches; `propose`: every rank fetches the plan and prepares it.
@@ -62,12 +62,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_final(self) -> bool:
-        """Whether no further decision follows."""
+        """Whether the decision is final: `serve` or `untouched`."""
         return self.kind in ("serve", "untouched")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank's answer to a proposal.
+    """A rank's answer to a proposed plan.
 
     Attributes:
         nonce: of the proposal.
@@ -79,7 +79,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The end of a plan on all ranks, for one rank's reason.
+    """A message that ends a plan on all ranks because of a fault on one rank.
 
     Attributes:
         step: the first step without the plan.
@@ -101,12 +101,12 @@ M = TypeVar("M", Vote, Decision, Answer, Ending)
 
 
 def encode(message: Vote | Decision | Answer | Ending) -> str:
-    """The message as JSON text."""
+    """Encodes a message as JSON text."""
     return msgspec.json.encode(message).decode()
 
 
 def decode(data: bytes, kind: type[M]) -> M:
-    """Reads a message.
+    """Decodes a message of an agreement.
 
     Raises:
         ValueError: it is too large or malformed.

@@ -1,1 +1,1 @@
-"""Rates: the work of operators and kernels, held against the limits of the device."""
+"""Rates of operators and kernels, compared with the measured limits of the device."""

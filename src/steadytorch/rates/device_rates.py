@@ -1,4 +1,4 @@
-"""Measured limits of this device, improved over several runs and cached in a small file."""
+"""Measured bandwidth and matrix rates of this device, improved over several runs and cached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TF32_CAPABILITY = 8
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Best rates measured on this device.
+    """Best copy bandwidth and matrix rates measured on this device.
 
     Attributes:
         device: name of the device.
@@ -48,17 +48,18 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """Content of the file: best rates so far, and the number of runs that measured each."""
+    """Content of the cache file: best rates so far, and the number of runs that measured each."""
 
     rates: Rates
     occasions: dict[str, int] = {}
 
 
 def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
-    """Return the best rates of ten runs; call it inside a worker process.
+    """Return the best rates over up to ten runs; call `measure_rates` inside a worker process.
 
-    Each type, and the copy, takes about 0.3 s until ten runs have measured it; other load can only
-    lower a rate. A missing or broken file is ignored, and so is a failed write. Delete
+    Each call measures the copy and every type once more, for about 0.3 s each, until ten runs have
+    measured them. The best run counts, because other load can only lower a rate. A missing or
+    broken cache file is ignored, and so is a failed write. Delete
     `$XDG_CACHE_HOME/steadytorch/rates` to measure again.
 
     Args:
@@ -79,7 +80,7 @@ def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
 
 
 def types_to_measure(facts: DeviceFacts, dtypes: Sequence[str]) -> list[str]:
-    """The types without duplicates, and tf32 beside float32 on GPUs that have it."""
+    """The types without duplicates, plus tf32 after float32 if the GPU supports TF32."""
     wanted = list(dict.fromkeys(dtypes))
     major = int((facts.compute_capability or "0").partition(".")[0])
     if "float32" in wanted and major >= _TF32_CAPABILITY:
@@ -88,7 +89,7 @@ def types_to_measure(facts: DeviceFacts, dtypes: Sequence[str]) -> list[str]:
 
 
 def _improved(known: _Kept, device: str, wanted: list[str]) -> _Kept:
-    """Measure rates with too few runs once more; failures do not count as runs."""
+    """Measure each rate with fewer than ten runs once more; failures do not count as runs."""
     best, occasions = dict(known.rates.matrix_flops_per_s), dict(known.occasions)
     if known.rates.copy_bandwidth_bytes_per_s is not None:
         best[COPY] = known.rates.copy_bandwidth_bytes_per_s
@@ -113,7 +114,7 @@ def _improved(known: _Kept, device: str, wanted: list[str]) -> _Kept:
 
 
 def rate_of(device: str, dtype: str) -> float:
-    """The matrix rate of a type in FLOP/s; float32 on a GPU is measured without TF32."""
+    """The matrix product rate of a type in FLOP/s; float32 on a GPU is measured without TF32."""
     if parse_device(device)[0] == "cpu" or dtype not in ("float32", "tf32"):
         return matrix_rate(device, dtype)
     import torch
@@ -126,7 +127,7 @@ def rate_of(device: str, dtype: str) -> float:
 
 
 def _path(device: str, facts: DeviceFacts) -> Path | None:
-    """File for this device, software and number of threads; None without a cache folder."""
+    """Cache file for this device, software and number of threads; None without a cache folder."""
     import torch
 
     threads = torch.get_num_threads() if facts.device == "cpu" else 0
@@ -137,7 +138,7 @@ def _path(device: str, facts: DeviceFacts) -> Path | None:
 
 
 def _read(path: Path | None) -> _Kept | None:
-    """Content of the file; None if it is missing or unusable."""
+    """Content of the cache file; None if the file is missing or unusable."""
     if path is None:
         return None
     try:
@@ -155,7 +156,7 @@ def _read(path: Path | None) -> _Kept | None:
 
 
 def _write(path: Path, kept: _Kept) -> None:
-    """Replace the file atomically: concurrent readers see the old or the new one."""
+    """Replace the cache file atomically: concurrent readers see the old or the new content."""
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

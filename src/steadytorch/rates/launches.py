@@ -29,7 +29,7 @@ class Operators:
     parent: np.ndarray
 
     def at(self, threads: np.ndarray, moments: np.ndarray) -> np.ndarray:
-        """The innermost operator open on each thread at each time; -1 if there is none."""
+        """Row of the innermost operator running on each thread at each time; -1 if none."""
         found = np.full(len(moments), -1, dtype=np.int64)
         for rows in _by_thread(self.trace):
             mine = np.flatnonzero(threads == self.trace.events.thread[rows[0]])
@@ -40,7 +40,7 @@ class Operators:
         return found
 
     def own_ns(self) -> np.ndarray:
-        """Time of each operator without the operators it called; int64, by row."""
+        """Self time of each operator in ns, without its callees; int64, by trace row."""
         own = np.zeros(len(self.trace.events), dtype=np.int64)
         for rows in _by_thread(self.trace):
             events = self.trace.events
@@ -50,7 +50,7 @@ class Operators:
 
     @cached_property
     def works(self) -> tuple[np.ndarray, tuple[Work, ...]]:
-        """Index of each row's work, -1 if unknown; and the distinct works."""
+        """The index of each trace row's `Work` (-1 if unknown), and the distinct `Work` values."""
         events = self.trace.events
         rows = events.of(Category.CPU_OP)
         pairs, which = np.unique(
@@ -70,10 +70,11 @@ class Operators:
 
     @cached_property
     def charged(self) -> np.ndarray:
-        """Row of the nearest operator with known work, for each operator: itself or a caller.
+        """For each operator, the row of the nearest operator with known work: itself or a caller.
 
-        int64, by row; -1 if there is none. A wrapper is skipped if an operator with known work runs
-        within it.
+        The array is int64, indexed by trace row; -1 means that no operator with known work was
+        found. A wrapper operator such as `aten::linear` is skipped if it calls an operator with
+        known work.
         """
         known = self.works[0] >= 0
         wraps = self.named(WRAPPERS)
@@ -86,7 +87,7 @@ class Operators:
         return self.nearest(known & ~(wraps & covers))
 
     def nearest(self, wanted: np.ndarray) -> np.ndarray:
-        """The first wanted operator among each row, its caller, and so on; -1 if there is none.
+        """Row of the nearest wanted operator for each trace row: itself or a caller; -1 if none.
 
         Args:
             wanted: by row of the trace, bool.
@@ -98,7 +99,7 @@ class Operators:
         return found
 
     def named(self, names: Collection[str]) -> np.ndarray:
-        """Mask of the rows that are operators with these names."""
+        """Boolean mask of the trace rows that are operators with one of the given names."""
         places = [place for place, name in enumerate(self.trace.names) if name in names]
         events = self.trace.events
         return np.isin(events.name, places) & (events.category == Category.CPU_OP)
@@ -116,7 +117,9 @@ def operators_of(trace: Trace) -> Operators:
 
 @dataclass(frozen=True, eq=False)
 class Launches:
-    """GPU events of a ledger's steps. Arrays have shape (events,), in order of start.
+    """GPU events of the profiled steps, with the call and operator that launched each event.
+
+    All arrays have shape (events,) and are ordered by start time.
 
     Attributes:
         trace: the trace.
@@ -134,34 +137,34 @@ class Launches:
 
     @property
     def steps(self) -> int:
-        """Number of steps, at least 1."""
+        """Number of profiled steps, at least 1."""
         return max(1, len(self.ledger.steps))
 
     @cached_property
     def start_ns(self) -> np.ndarray:
-        """Start of each event, int64."""
+        """Start time of each GPU event in ns, int64."""
         return self.trace.events.start_ns[self.rows]
 
     @cached_property
     def end_ns(self) -> np.ndarray:
-        """End of each event, int64."""
+        """End time of each GPU event in ns, int64."""
         return self.trace.events.end_ns[self.rows]
 
     @cached_property
     def length_ns(self) -> np.ndarray:
-        """Length of each event, int64."""
+        """Duration of each GPU event in ns, int64."""
         return self.end_ns - self.start_ns
 
     def of(self, *categories: Category) -> np.ndarray:
-        """Mask of the events in these categories."""
+        """Boolean mask of the GPU events in the given categories."""
         return np.isin(self.trace.events.category[self.rows], categories)
 
     def named(self, tells: Callable[[str], bool]) -> np.ndarray:
-        """Mask of the events whose names satisfy a test."""
+        """Boolean mask of the GPU events whose names satisfy a predicate."""
         return self._satisfy(tells, self.rows)
 
     def called(self, tells: Callable[[str], bool]) -> np.ndarray:
-        """Mask of the events launched by calls whose names satisfy a test."""
+        """Boolean mask of the GPU events launched by host calls whose names satisfy a predicate."""
         return self._satisfy(tells, self.call) & (self.call >= 0)
 
     def _satisfy(self, tells: Callable[[str], bool], rows: np.ndarray) -> np.ndarray:
@@ -174,7 +177,7 @@ class Launches:
 
 @lru_cache(maxsize=1)
 def launches_of(trace: Trace, ledger: Ledger) -> Launches:
-    """Join the GPU events of a ledger's steps and device; the last result is cached."""
+    """Join the GPU events of a ledger's steps with their launches; the last result is cached."""
     events = trace.events
     rows = gpu_rows(trace, ledger.device)
     if ledger.steps:
@@ -189,7 +192,7 @@ def launches_of(trace: Trace, ledger: Ledger) -> Launches:
 
 
 def _by_thread(trace: Trace) -> list[np.ndarray]:
-    """Rows of operators with a duration, for each thread, in order."""
+    """Trace rows of the operators with nonzero duration, one array for each thread."""
     events = trace.events
     rows = events.of(Category.CPU_OP)
     rows = rows[events.end_ns[rows] > events.start_ns[rows]]

@@ -1,8 +1,9 @@
-"""Operations and bytes of memory passes: elementwise operators, copies, reductions, pooling.
+"""Arithmetic operations and bytes of elementwise operators, copies, reductions and pooling.
 
-As in `products`, bytes are the minimum: each input is read once and each output written once.
-Operations are the arithmetic steps of the definition for each element; a function such as `exp`
-counts as one. They never decide the bound of these operators.
+As in `products`, bytes are the minimum memory traffic: each input is read once and each output
+written once. Operations are the arithmetic steps per element in the operator's definition; a
+function such as `exp` counts as one. Operation counts never make these operators compute-bound in
+the roofline.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _REDUCED_PRECISION = ("c10::Half", "c10::BFloat16", "float", "double")
 
 
 class Elementwise(NamedTuple):
-    """One result for each element of the broadcast inputs.
+    """An elementwise operator: one result for each element of the broadcast inputs.
 
     Attributes:
         flops: arithmetic steps per element.
@@ -32,7 +33,7 @@ class Elementwise(NamedTuple):
     item_bytes: int | None = None
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Operations and bytes: all tensors are read, the result is written."""
+        """Operations and bytes of one call; the first input is read if `reads_first` is set."""
         tensors = given.tensors()
         if not tensors or (self.in_place and tensors[0] != 0):
             raise NotRecordedError("no input is a tensor")
@@ -46,7 +47,7 @@ class Elementwise(NamedTuple):
 
 
 def _promoted_bytes(given: Operands, tensors: list[int]) -> int:
-    """Element size of the result, by PyTorch's promotion among floating-point types."""
+    """Element size of the result in bytes, by PyTorch's promotion among floating-point types."""
     # Tensors without dimensions count only if there are no others.
     deciding = [place for place in tensors if given.shape(place)] or tensors
     kinds = [given.kind(place) for place in deciding]
@@ -57,7 +58,7 @@ def _promoted_bytes(given: Operands, tensors: list[int]) -> int:
 
 
 class Sweep(NamedTuple):
-    """Reads some inputs and writes a result as large as one of them.
+    """An operator that reads some inputs and writes a result as large as one of the inputs.
 
     Attributes:
         reads: positions; those without a tensor are skipped.
@@ -70,7 +71,7 @@ class Sweep(NamedTuple):
     flops: int = 1
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Operations on the elements of the first input; bytes read and written."""
+        """Operations and bytes of one call; operations are per element of the first input."""
         moved = given.bytes_if_tensor(*self.reads)
         if self.like is not None:
             moved += given.elements(self.like) * given.item_bytes(self.like)
@@ -78,7 +79,7 @@ class Sweep(NamedTuple):
 
 
 class Pooling(NamedTuple):
-    """Pooling over windows of the last dimensions; positions are those of the schema.
+    """Pooling over windows of the last dimensions, given by argument positions in the schema.
 
     Attributes:
         dimensions: number of pooled dimensions.
@@ -93,7 +94,10 @@ class Pooling(NamedTuple):
     index_bytes: int = 0
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """One operation per element of each window; output sizes as in `torch.nn.MaxPool2d`."""
+        """Counts one operation per element of each pooling window.
+
+        Output sizes follow `torch.nn.MaxPool2d`.
+        """
         count = self.dimensions
         image = given.shape(0)
         kernel = given.integers(1, count)
@@ -115,7 +119,7 @@ class Pooling(NamedTuple):
 
 
 def adaptive_pooling(given: Operands) -> tuple[int, int]:
-    """Averages over the last two dimensions to a given size."""
+    """Work of adaptive average pooling over the last two dimensions."""
     image, sizes = given.shape(0), given.integers(1, 2)
     if len(image) < 3 or len(sizes) != 2:
         raise NotRecordedError("invalid pooling settings")
@@ -124,7 +128,7 @@ def adaptive_pooling(given: Operands) -> tuple[int, int]:
 
 
 def rows_by_index(given: Operands) -> tuple[int, int]:
-    """`index_select`: reads and writes the selected rows, reads the indices."""
+    """Work of `index_select`: reads and writes the selected rows, and reads the indices."""
     shape, dimension = given.shape(0), given.integer(1)
     if not -len(shape) <= dimension < len(shape) or not shape:
         raise NotRecordedError("invalid dimension of the input")
@@ -133,7 +137,7 @@ def rows_by_index(given: Operands) -> tuple[int, int]:
 
 
 def generated(given: Operands) -> tuple[int, int]:
-    """A pointwise or reduction kernel of Inductor: each tensor is read or written once."""
+    """Work of an Inductor pointwise or reduction kernel: each tensor is read or written once."""
     tensors = given.tensors()
     if not tensors:
         raise NotRecordedError("no input is a tensor")

@@ -1,10 +1,10 @@
-"""Operations and bytes of products: convolutions, matrix products, attention.
+"""Floating-point operations and bytes of convolutions, matrix products and attention.
 
-Every function maps an operator's recorded inputs to (floating-point operations, bytes). One
-multiplication and one addition are two operations. Biases are not counted, as in PyTorch's
+Every function maps an operator's recorded inputs to (floating-point operations, bytes). A
+multiplication plus an addition counts as two operations. Biases are not counted, as in PyTorch's
 `torch.utils.flop_counter`. Bytes are the minimum traffic with the device's memory: each input is
-read once, each output written once (S. Williams, A. Waterman, D. Patterson, "Roofline",
-Communications of the ACM 52(4), 2009).
+read once, each output written once. Source: Williams, Waterman and Patterson, "Roofline",
+Communications of the ACM 52(4), 2009.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Formula = Callable[[Operands], tuple[int, int]]
 
 
 class Convolution(NamedTuple):
-    """Positions of a convolution's arguments in its schema; None if it lacks the argument."""
+    """A convolution, given by argument positions in its schema; None for an absent argument."""
 
     bias: int | None = 2
     stride: int = 3
@@ -31,9 +31,10 @@ class Convolution(NamedTuple):
     added: int | None = None
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Two operations per output element and weight that contributes to it.
+        """Counts two operations per output element for each weight that contributes to the element.
 
-        Transposed: two per input element and weight that it contributes to.
+        A transposed convolution takes two operations per input element for each weight that
+        multiplies the element.
         """
         image, weight = given.shape(0), given.shape(1)
         spatial = len(weight) - 2
@@ -55,7 +56,7 @@ class Convolution(NamedTuple):
     def _sizes(
         self, given: Operands, image: tuple[int, ...], kernel: tuple[int, ...], transposed: bool
     ) -> list[int]:
-        """Spatial output sizes, by the formulas of `torch.nn.Conv2d` and its transpose."""
+        """Spatial output sizes, as in `torch.nn.Conv2d` and `torch.nn.ConvTranspose2d`."""
         count = len(image)
         stride = given.integers(self.stride, count)
         padding = given.integers(self.padding, count)
@@ -72,7 +73,7 @@ class Convolution(NamedTuple):
 
 
 def convolution_backward(given: Operands) -> tuple[int, int]:
-    """Gradients of input and weight as the mask requests; each costs as much as forward."""
+    """Work of the requested gradients; input and weight gradients each cost one forward pass."""
     outputs, inputs, per_output = given.elements(0), given.elements(1), given.shape(2)[1:]
     forward = 2 * (inputs if given.flag(7) else outputs) * math.prod(per_output)
     mask = given.flags(10)
@@ -96,7 +97,7 @@ class Product(NamedTuple):
     transposed: bool = False
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Two operations for each of batch x m x n x k."""
+        """Counts 2 x batch x m x n x k operations for a (batch, m, k) by (batch, k, n) product."""
         left, right = given.shape(self.left), given.shape(self.right)
         if self.transposed and len(right) == 2:
             right = right[::-1]
@@ -108,7 +109,7 @@ class Product(NamedTuple):
 
 
 def _product_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, int]:
-    """Elements of the result and length of the sums, broadcast as in `torch.matmul`."""
+    """Number of result elements and length of each dot product, broadcast as in `torch.matmul`."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
     depth = right[-2] if len(right) > 1 else right[-1] if right else -1
@@ -118,7 +119,7 @@ def _product_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, 
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The common shape, by PyTorch's broadcasting.
+    """The common shape of several shapes under PyTorch's broadcasting rules.
 
     Raises:
         NotRecordedError: there is no common shape.
@@ -135,7 +136,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Attention(NamedTuple):
-    """Scaled dot product attention, described by positions in the operator's schema.
+    """Scaled dot product attention, given by argument positions in the operator's schema.
 
     Attributes:
         query: position of the query; key and value follow it.
@@ -154,10 +155,10 @@ class Attention(NamedTuple):
     backward: bool = False
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Two products forward; five backward, one of which recomputes the scores.
+        """Counts two matrix products forward and five backward, one of which recomputes the scores.
 
-        Pairs of query and key that a causal mask hides are not counted, as by FlashAttention's
-        authors (arXiv:2205.14135); `torch.utils.flop_counter` counts them.
+        Query-key pairs hidden by a causal mask are not counted, as in FlashAttention
+        (arXiv:2205.14135), while `torch.utils.flop_counter` counts the hidden pairs.
         """
         if self.packed is not None and given.is_tensor(self.packed):
             raise NotRecordedError("sequences of unknown length")
@@ -182,7 +183,7 @@ class Attention(NamedTuple):
 
 
 def _causal_pairs(queries: int, keys: int) -> int:
-    """Pairs with the key no later than the query, both counted from the first."""
+    """Number of query-key pairs that a causal mask keeps, aligned at the first query and key."""
     full = max(0, queries - keys)
     square = queries - full
     return square * (square + 1) // 2 + full * keys

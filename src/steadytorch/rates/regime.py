@@ -49,11 +49,12 @@ _WORK = {
 
 
 def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
-    """Return one of `REGIMES`.
+    """Return the regime of a step: one of the keys of `REGIMES`.
 
-    If waiting takes `IDLE` of the step or more, its largest cause names the regime. Otherwise
-    communication or copies do, if they take more than half of the work. Otherwise the limit that
-    bounds most kernel time does, if kernels reach `LIMITED` of it.
+    If waiting takes a share of `IDLE` of the step or more, the largest cause of waiting determines
+    the regime. Otherwise, communication or copies determine the regime if either takes more than
+    half of the working time. Otherwise, the limit that bounds most kernel time determines the
+    regime, if kernels reach a share of `LIMITED` of the device's limits.
 
     Args:
         ledger: ledger of the profiled steps; None if there are none.

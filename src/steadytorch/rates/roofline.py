@@ -1,7 +1,7 @@
 """Compare kernels with the device's measured limits.
 
-The model is that of S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual
-performance model for multicore architectures", Communications of the ACM 52(4), 2009: an operator
+The roofline model is from Williams, Waterman and Patterson, "Roofline: an insightful visual
+performance model for multicore architectures", Communications of the ACM 52(4), 2009. An operator
 takes at least the time to move its operands, and at least the time for its arithmetic.
 """
 
@@ -23,9 +23,10 @@ from steadytorch.traces.kernel_names import uses_tensor_cores
 
 
 class _Rows(NamedTuple):
-    """Timed rows. Arrays have shape (rows,); times in ns, NaN where unknown.
+    """Kernels or operators, one row each, with times and minimum times.
 
-    `name` is an index into the names; `counts` is false for a part of another row.
+    All arrays have shape (rows,); times are in ns, and NaN marks unknown values. `name` is an index
+    into `Trace.names`; `counts` is False for a nested call that is part of another row.
     """
 
     name: np.ndarray
@@ -40,8 +41,8 @@ class _Rows(NamedTuple):
 def roofline(trace: Trace, rates: Rates | None = None, ledger: Ledger | None = None) -> Roofline:
     """Compare the kernels of a trace with the device's limits.
 
-    An operator's work is divided among its kernels by their time, so each shows the operator's
-    share of the limit.
+    An operator's work is divided among its kernels in proportion to their time, so each kernel
+    shows the operator's share of the limit.
 
     Args:
         trace: with recorded shapes; without them only times are known.
@@ -60,9 +61,10 @@ def roofline(trace: Trace, rates: Rates | None = None, ledger: Ledger | None = N
 
 
 def product_flops(trace: Trace) -> int | None:
-    """Operations of all convolutions, matrix products and attention in a trace, over all steps.
+    """Floating-point operations of all matrix products, convolutions and attention in a trace.
 
-    None if the work of one is unknown: its inputs were not recorded, or it has no formula.
+    The sum covers all steps. The result is None if one of the counted operators has unrecorded
+    inputs or no formula.
     """
     operators = operators_of(trace)
     index, works = operators.works
@@ -156,7 +158,7 @@ def _of_operators(
     owner: np.ndarray,
     tensor_cores: np.ndarray,
 ) -> _Rows:
-    """Divide each operator's work among the rows that it owns, by their time.
+    """Divide each operator's work among its rows in proportion to their time.
 
     Args:
         operators: operators of the trace.
@@ -184,7 +186,7 @@ def _of_operators(
 
 
 def _least_ns(work: Work, rates: Rates | None, tensor_cores: bool) -> tuple[float, float]:
-    """Least time to move the operands, and least time for the arithmetic; NaN without a rate."""
+    """Minimum ns to move the operands, and minimum ns for the arithmetic; NaN without a rate."""
     if rates is None:
         return np.nan, np.nan
     dtype = "tf32" if tensor_cores and work.dtype == "float32" else work.dtype
@@ -197,7 +199,7 @@ def _least_ns(work: Work, rates: Rates | None, tensor_cores: bool) -> tuple[floa
 
 
 def _with_copies(measured: _Rows, launches: Launches, rates: Rates | None) -> _Rows:
-    """Add fills and copies within the device, whose bytes are in the trace."""
+    """Add memory fills and device-to-device copies, with the bytes that the trace records."""
     events = launches.trace.events
     within = launches.named(lambda name: "DtoD" in name) & launches.of(Category.MEMCPY)
     filled = launches.of(Category.MEMSET)

@@ -1,1 +1,1 @@
-"""Rendering of frozen results; nothing here computes a figure."""
+"""Renders finished results as text and HTML; figures are computed elsewhere."""

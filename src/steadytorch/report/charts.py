@@ -12,7 +12,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def timeline(samples_ns: Sequence[float], width: int = 60) -> str:
-    """A bar per stretch of time, scaled between the smallest and the largest median.
+    """Bars of the medians of consecutive samples, scaled from the lowest to the highest median.
 
     Args:
         samples_ns: in the order taken; at least one.
@@ -31,7 +31,7 @@ def timeline_scale(samples_ns: Sequence[float], width: int = 60) -> tuple[float,
 
 
 def histogram(samples_ns: Sequence[float], rows: int = 8, width: int = 40) -> list[str]:
-    """Rows of `from | bar | count`: equal bins up to the 99th percentile, then one for the rest.
+    """Text rows of lower bound, bar and count: equal bins up to p99, then one bin for the rest.
 
     Args:
         samples_ns: at least one.
@@ -59,7 +59,7 @@ def histogram(samples_ns: Sequence[float], rows: int = 8, width: int = 40) -> li
 
 
 def _label(nanoseconds: float) -> str:
-    """A time in at most ten columns, in hours if seconds take more."""
+    """A time in at most ten characters, in hours if seconds would need more."""
     text = duration(nanoseconds)
     return text if len(text) <= 10 else f"{nanoseconds / 3.6e12:.1f} h"
 

@@ -1,4 +1,4 @@
-"""A comparison in the terminal and as Markdown."""
+"""Renders a comparison of two workloads in the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STYLES = {"faster": "bold green", "slower": "bold red"}
 
 
 def sentence(result: CompareResult) -> str:
-    """The verdict in one sentence, with its interval."""
+    """The verdict of a comparison in one sentence, with its confidence interval."""
     effect, b = result.effect, plain(result.b.name)
     if effect.estimate is None:
         return "nothing was measured"
@@ -29,7 +29,7 @@ def sentence(result: CompareResult) -> str:
 
 
 def basis(result: CompareResult) -> str:
-    """The evidence of the verdict: pairs, processes and claim."""
+    """The evidence for a verdict: number of pairs and processes, and the claim."""
     effect = result.effect
     pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
     several = "" if effect.processes == 1 else "es"
@@ -37,7 +37,7 @@ def basis(result: CompareResult) -> str:
 
 
 def alone(result: CompareResult) -> str:
-    """The effect with each side run alone, where alternating sides share one clock."""
+    """A line on the effect with each side run alone, for when the power limit holds the clock."""
     clocks = []
     for letter in "ab":
         known = [d.sm_clock_mhz for d in result.dwells if d.side == letter and d.sm_clock_mhz]
@@ -51,7 +51,7 @@ def alone(result: CompareResult) -> str:
 
 
 def render_compare(console: Console, result: CompareResult) -> None:
-    """Prints the verdict, both sides and the evidence."""
+    """Prints a comparison: the verdict, both sides and the evidence."""
     style = _STYLES.get(result.effect.verdict, "bold")
     console.print(Text(sentence(result), style))
     for letter, side in (("A", result.a), ("B", result.b)):

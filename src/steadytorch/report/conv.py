@@ -1,4 +1,4 @@
-"""Convolutions and their engines in the terminal: a row per convolution, or all engines of one."""
+"""Renders a network's convolutions in the terminal: a table of all, or the engines of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ENGINE_HEADINGS = ("us", "spread", "runs", "workspace", "error", "notes")
 def render_conv(console: Console, workload: str, report: ConvReport) -> None:
     """Prints the table of distinct convolutions, in the order of the network.
 
-    A training step has a row for each pass. Convolutions without a row follow the table.
+    For a training step, the table has a row for each pass. Convolutions without a row are listed
+    below the table.
     """
     console.print(f"{plain(workload)}: {headline(report)}")
     if report.layers:
@@ -35,7 +36,7 @@ def render_conv(console: Console, workload: str, report: ConvReport) -> None:
 
 
 def headline(report: ConvReport) -> str:
-    """The number of rows, and what they are."""
+    """The number and kind of table rows: distinct convolutions, or passes of a training step."""
     rows = (
         "passes of distinct convolutions in a training step" if _trains(report) else _CONVOLUTIONS
     )
@@ -43,7 +44,7 @@ def headline(report: ConvReport) -> str:
 
 
 def format_left_out(left: LeftOut) -> str:
-    """Convolutions without a row, and the reason."""
+    """One line with the convolutions that are left to PyTorch, and the reason."""
     return f"Left to PyTorch: {_names(left)} ({len(left.names)}): {plain(left.reason)}"
 
 
@@ -61,7 +62,7 @@ def _render_rows(console: Console, report: ConvReport) -> None:
 
 
 def headings(report: ConvReport) -> list[str]:
-    """The headings of `rows`."""
+    """The column headings of the table of convolutions."""
     named = ["#", "pass"] if _trains(report) else ["#"]
     figures = [
         "n",
@@ -79,7 +80,7 @@ def headings(report: ConvReport) -> list[str]:
 
 
 def rows(report: ConvReport) -> list[tuple[str, ...]]:
-    """A row per convolution, or per pass of one, in the order of the network."""
+    """A table row per convolution, or per pass of a convolution, in the order of the network."""
     total_ns = sum(_total_ns(layer) for layer in report.layers)
     made = []
     for number, layer in enumerate(report.layers, 1):
@@ -89,19 +90,19 @@ def rows(report: ConvReport) -> list[tuple[str, ...]]:
 
 
 def engine_of(layer: Layer) -> str:
-    """The engine of a layer, in words."""
+    """The chosen engine of a layer as text, or `not measured`."""
     return "not measured" if layer.outcome is None else layer.outcome.choice
 
 
 def _render_legend(console: Console, report: ConvReport) -> None:
-    """Prints the sums and the legend."""
+    """Prints the total times and the legend of the table."""
     for line in sums(report):
         console.print(line)
     console.print(legend(report), style="dim")
 
 
 def legend(report: ConvReport) -> str:
-    """The legend of `rows`."""
+    """The legend of the table of convolutions."""
     cache = "flushed before each run, as the network overflows it" if report.cold else "warm"
     return (
         "n: occurrences. us: time of one, with the fused epilogue. default, bench: the same in "
@@ -117,7 +118,7 @@ def _trains(report: ConvReport) -> bool:
 
 
 def sums(report: ConvReport) -> list[str]:
-    """The total time of all measured convolutions; of a training step, by pass too."""
+    """The total time of all measured convolutions; for a training step, also by pass."""
     if not (any(map(_total_ns, report.layers)) and any(map(_default_ns, report.layers))):
         return []
 
@@ -215,5 +216,5 @@ def _bytes(count: int | None) -> str:
 
 
 def _table(between: int = 1) -> Table:
-    """An empty table with so many extra spaces between columns."""
+    """An empty table with `between` extra spaces between columns."""
     return Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, between, 0, 0))

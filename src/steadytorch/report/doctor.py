@@ -1,4 +1,4 @@
-"""The check-up of a machine in a terminal of 80 columns."""
+"""Renders the check-up of a machine in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HIDDEN = "Cannot be observed here, and what to do"
 
 
 class Section(NamedTuple):
-    """A section of the check-up: labels with values, then sentences."""
+    """A section of the machine check-up: labels with values, then sentences."""
 
     title: str
     rows: Rows
@@ -80,7 +80,7 @@ def render_doctor(
     console: Console,
     found: CheckUp,
 ) -> None:
-    """Prints the machine, its software, its state, and what is hidden and why.
+    """Prints the machine, its software and state, and unobservable facts with the reasons.
 
     Args:
         console: where to print; output uses at most 80 columns.
@@ -92,7 +92,7 @@ def render_doctor(
 
 
 def sections(found: CheckUp) -> list[Section]:
-    """The sections of known facts."""
+    """The sections of the machine check-up that show known facts."""
     noise = ("A/A noise floor", _noise(found.noise_floor))
     seen = [(each.name, each.detail) for each in found.observability if each.ok]
     title = "cuDNN's benchmark mode in a new process"
@@ -120,7 +120,7 @@ def _told(check: PluginCheck) -> str:
 
 
 def hidden(found: CheckUp) -> list[Hidden]:
-    """The unknown facts, grouped by reason."""
+    """The facts that cannot be observed on this machine, grouped by reason."""
     unknown = found.environment.unknown.items()
     fields = {field: why for field, why in unknown if field not in _SOFTWARE}
     return _hidden({**fields, **found.state.unknown}, found.observability)
@@ -158,7 +158,7 @@ def _show(console: Console, title: str, blocks: Sequence[Padding]) -> None:
 
 
 def machine(facts: DeviceFacts) -> Rows:
-    """The hardware."""
+    """Labels and values that describe the hardware."""
     rows: Rows = []
     if facts.device == "cuda":
         slice_unknown = "mig_profile" in facts.unknown
@@ -211,7 +211,7 @@ def _state(now: Snapshot) -> Rows:
 
 
 def _switch(switch: Switch) -> tuple[Rows, tuple[str, ...]]:
-    """The state of benchmark mode, and its pitfalls."""
+    """The state of cuDNN's benchmark mode, and its pitfalls."""
     effect = f", without effect: {switch.no_effect}" if switch.no_effect else ""
     given = ", ".join(f"{name}={value}" for name, value in switch.environment.items())
     rows = [
@@ -236,7 +236,7 @@ def _tried(limit: int | None) -> str:
 
 
 def _hidden(unknown: Mapping[str, str], observations: Iterable[Observation]) -> list[Hidden]:
-    """Groups what cannot be observed by reason, in the order met."""
+    """Groups unobservable facts by reason, in the order of first occurrence."""
     names: dict[str, dict[str, None]] = {}
     remedies: dict[str, dict[str, None]] = {}
     for observation in observations:

@@ -1,4 +1,4 @@
-"""An explanation in the terminal: verdict, slices of a step, findings, caveats."""
+"""Renders an explanation in the terminal: verdict, time slices of a step, findings, caveats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DISTORTED = 1.1
 def render_explain(
     console: Console, name: str, result: Explanation, everything: bool = False
 ) -> None:
-    """Prints the explanation; every line fits the console.
+    """Prints an explanation of step times; every line fits the console.
 
     Args:
         console: where to print.
@@ -55,7 +55,7 @@ def render_explain(
 
 
 def render_brief(console: Console, name: str, result: Explanation) -> None:
-    """Prints the verdict, the largest slices and the first findings, in at most 19 lines.
+    """Prints the verdict, the largest time slices and the first findings, in at most 19 lines.
 
     Args:
         console: where to print.
@@ -95,7 +95,7 @@ def _verdict(name: str, result: Explanation) -> Text:
 
 
 def times(result: Explanation) -> Iterator[str]:
-    """Time of a step, without and with the profiler."""
+    """Yields the step time without and with the profiler, a line each."""
     if result.measured is not None:
         period = result.measured
         name, tail = ("p99", period.p99_ns) if period.p99_ns is not None else ("p90", period.p90_ns)
@@ -160,7 +160,7 @@ def _finding(
 
 
 def recoverable(finding: Finding, result: Explanation) -> str:
-    """The recoverable time of a finding, with its confidence."""
+    """The step time that fixing a finding could save, with the confidence."""
     low, high = finding.recoverable_ns
     parts = []
     if high > 0:
@@ -194,7 +194,7 @@ def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
 
 
 def least(lines: Roofline) -> str:
-    """Time of the work with known limits, if it ran at these limits."""
+    """A sentence that compares the time of kernels with their minimum at the device's limits."""
     if lines.least_ns > lines.known_ns:
         return (
             "faster than the measured limits: data came from caches, or the machine was busy while "
@@ -229,7 +229,7 @@ def _variability(console: Console, result: Explanation) -> None:
 
 
 def variation(result: Explanation) -> Iterator[str]:
-    """The variability of the steps and its causes, a line each."""
+    """Yields lines on the variability of the steps and its causes."""
     if result.measured is not None:
         varies = result.measured.variability
         outliers = len(result.measured.outliers)
@@ -273,7 +273,7 @@ def _doubts(console: Console, result: Explanation, everything: bool) -> None:
 
 
 def doubts(result: Explanation) -> Iterator[str]:
-    """Warnings about the figures, a line each."""
+    """Yields warnings about distorted or unreliable figures, a line each."""
     if result.distortion is not None and result.distortion >= _DISTORTED:
         yield _distorted(result.distortion, result.gpu is not None)
     if result.distortion is not None and result.distortion * _DISTORTED <= 1:
@@ -282,7 +282,7 @@ def doubts(result: Explanation) -> Iterator[str]:
 
 
 def untold(abstained: Sequence[Abstention]) -> str:
-    """The rules that lacked data, in a line; rules about a GPU count as one entry."""
+    """One line with the rules that lacked data; rules about a GPU appear as a single entry."""
     others = [a.rule for a in abstained if not a.why.startswith(NO_GPU_EVENTS)]
     left_out = len(abstained) - len(others)
     named = [*others, f"{left_out} about a GPU"] if left_out else others
@@ -306,7 +306,7 @@ def _short(times: float) -> str:
 
 
 def by_reason(abstained: Sequence[Abstention]) -> dict[tuple[str, str], list[str]]:
-    """Missing data, with how to capture them, to the rules that lacked them."""
+    """Maps missing data, with the way to capture it, to the rules that lacked the data."""
     found: dict[tuple[str, str], list[str]] = {}
     for abstention in abstained:
         found.setdefault((abstention.why, abstention.recapture), []).append(abstention.rule)

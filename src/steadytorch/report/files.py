@@ -1,4 +1,4 @@
-"""Files of pages: the page, and Plotly's script beside it."""
+"""Writes HTML pages, and Plotly's script beside the pages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from steadytorch.report.text import plain
 
 @cache
 def plotly_name() -> str:
-    """The name of Plotly's script beside a page; it has the version."""
+    """The file name of Plotly's script beside a page, which includes Plotly's version."""
     from plotly.offline import get_plotlyjs_version
 
     return f"plotly-{get_plotlyjs_version()}.min.js"
 
 
 def plotly_packed() -> str:
-    """Plotly's script, compressed, as base64."""
+    """Plotly's script, gzip-compressed and base64-encoded."""
     return base64.b64encode(gzip.compress(_plotly().encode(), mtime=0)).decode()
 
 
 def plotly_hash() -> str:
-    """The hash of Plotly's script; see `script_hash`."""
+    """The hash of Plotly's script, in the form that `script_hash` returns."""
     return script_hash(_plotly())
 
 
 def script_hash(script: str) -> str:
-    """The hash of a script, as a content security policy names it."""
+    """The base64 SHA-256 hash of a script, as used in a content security policy."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -45,7 +45,7 @@ def _plotly() -> str:
 
 
 def share_plotly(page: str, target: Path) -> list[Path]:
-    """Writes Plotly beside a page whose charts load it, unless it is there already.
+    """Writes Plotly's script beside a page that loads the script, unless already there.
 
     Args:
         page: the page, as HTML.
@@ -76,12 +76,12 @@ def _holds(file: Path, content: bytes) -> bool:
 
 
 def stands_alone(target: Path) -> bool:
-    """Whether a page has no folder for a file beside it: standard output, or a device."""
+    """Whether a page cannot have a file beside it: the target is standard output or a device."""
     return target == Path("-") or (target.exists() and not target.is_file())
 
 
 def check(source: Path, target: Path) -> None:
-    """Refuses an unwritable target before the work starts.
+    """Raises an error early if the target of a page cannot be written.
 
     Args:
         source: a file that must stay as it is.
@@ -108,7 +108,7 @@ def check(source: Path, target: Path) -> None:
 
 
 def write(target: Path, text: str) -> None:
-    """Writes a whole file, or leaves the old one.
+    """Writes a file atomically; on failure, an existing file is unchanged.
 
     Raises:
         UsageError: the file cannot be written.

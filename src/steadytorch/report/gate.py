@@ -1,4 +1,4 @@
-"""A gate in the terminal and as a Markdown comment."""
+"""Renders the result of `steady gate` in the terminal and as a Markdown comment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def headline(result: GateResult) -> str:
 
 
 def change(row: GateRow) -> str:
-    """The effect with its interval; a dash if there is none."""
+    """The change in time of a workload with its interval; a dash without an estimate."""
     effect = row.interval
     if effect is None or effect.estimate is None:
         return "-"
@@ -48,7 +48,7 @@ def change(row: GateRow) -> str:
 
 
 def verdict(row: GateRow) -> str:
-    """The verdict, or the status of a workload without one."""
+    """The verdict on a workload, or its status if there is no verdict."""
     if row.verdict == "undecided" and row.mde is not None:
         return f"{_short_verdict(row)}; detectable {100 * row.mde:.1f} %"
     return _short_verdict(row)
@@ -59,7 +59,7 @@ def _short_verdict(row: GateRow) -> str:
 
 
 def _detectable(result: GateResult) -> list[str]:
-    """A line with the changes that undecided workloads would show."""
+    """A line with the smallest detectable change of each undecided workload."""
     found = [
         f"{row.workload} {100 * row.mde:.1f} %"
         for row in result.rows
@@ -69,7 +69,7 @@ def _detectable(result: GateResult) -> list[str]:
 
 
 def details(result: GateResult) -> list[str]:
-    """What was compared, the error control and remarks, in sentences."""
+    """Sentences on the compared commits, the error control and remarks."""
     base, head = result.base, result.head
     judged = [row.processes for row in result.rows if row.status == "judged"]
     lines = [
@@ -87,7 +87,7 @@ def details(result: GateResult) -> list[str]:
 
 
 def render_gate(console: Console, result: GateResult) -> None:
-    """Prints the outcome, a row per workload and the evidence."""
+    """Prints the outcome of a gate, a row per workload and the evidence."""
     style = "bold red" if result.gate_failed else "bold"
     console.print(Text(f"gate {headline(result)}", style))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -107,13 +107,13 @@ def render_gate(console: Console, result: GateResult) -> None:
 
 
 def cells_of(row: GateRow) -> tuple[str, ...]:
-    """The row of the table: workload, base, head, change, verdict."""
+    """Table cells of one workload: name, base, head, change, verdict."""
     times = ["-" if ns is None else duration(ns) for ns in (row.base_median_ns, row.head_median_ns)]
     return row.workload, *times, change(row), verdict(row)
 
 
 def markdown(result: GateResult) -> str:
-    """The gate as one Markdown comment for a pull request."""
+    """The result of a gate as one Markdown comment for a pull request."""
     lines = [
         f"### steady gate {headline(result)}",
         "",

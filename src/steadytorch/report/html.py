@@ -1,4 +1,4 @@
-"""Saved results as HTML pages."""
+"""Renders saved results as HTML pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST = 100_000
 
 
 class _Source(NamedTuple):
-    """A file with a result: its path, for messages, and its content."""
+    """A file with a saved result: its content, and its path for messages."""
 
     path: Path
     content: bytes
@@ -46,8 +46,9 @@ def report(
 ) -> Path:
     """Writes a saved result, or two side by side, as an HTML page to read, print and share.
 
-    The page opens offline. Its charts need `plotly-VERSION.min.js`, which is written beside it once
-    for all pages of the folder. The headline and the tables need neither that file nor JavaScript.
+    The page opens offline. The page's charts need `plotly-VERSION.min.js`, which is written beside
+    the page once for all pages of the folder. The headline and the tables need neither Plotly nor
+    JavaScript.
 
     Args:
         result: a file that `--json` of measure, run, explain, tune, compare, conv, gate,
@@ -74,7 +75,7 @@ def write_report(
     other: str | Path | None = None,
     embed: bool = False,
 ) -> list[Path]:
-    """Does the work of `report`; returns the page, and the file that it needs beside it."""
+    """Writes a page as `report` does; returns its path, and that of Plotly's script if needed."""
     from steadytorch.results.saved import content_of
 
     paths = [Path(each) for each in (result, other) if each is not None]
@@ -90,7 +91,7 @@ def write_report(
 
 
 def page(source: Path, content: bytes, *, embed: bool = False) -> str:
-    """The page of a result, as HTML.
+    """Renders the page of one result as HTML.
 
     Args:
         source: the source file, for messages.
@@ -104,7 +105,7 @@ def page(source: Path, content: bytes, *, embed: bool = False) -> str:
 
 
 def _page(sources: Sequence[_Source], embed: bool) -> str:
-    """The page of one result, or of two of one kind."""
+    """Renders the page of one result, or of two results of the same kind."""
     kinds = [_kind(source) for source in sources]
     if len(set(kinds)) > 1:
         (a, b), (left, right) = kinds, (plain(source.path) for source in sources)
@@ -135,7 +136,7 @@ def _page(sources: Sequence[_Source], embed: bool) -> str:
 
 
 def _kind(source: _Source) -> str:
-    """The kind of a result with a page."""
+    """The kind of a result; raises `UsageError` if there is no page for this kind."""
     from steadytorch.report import pages
     from steadytorch.report.plots import shortened
     from steadytorch.results.saved import kind_of
@@ -150,7 +151,7 @@ def _kind(source: _Source) -> str:
 
 
 class _Part(NamedTuple):
-    """One result of a page: its title, its HTML, and whether it has charts."""
+    """One result on a page: its title, its HTML, and whether it has charts."""
 
     title: str
     html: Any
@@ -194,7 +195,7 @@ def _rendered(saved: Saved, contents: dict[str, Any], side: str, path: Path) -> 
 
 
 def _ours(text: str) -> Any:
-    """HTML that is already escaped, or this project's own."""
+    """Marks text as safe HTML: already escaped, or written by this project."""
     from markupsafe import Markup
 
     return Markup(text)
@@ -213,7 +214,7 @@ def _templates() -> jinja2.Environment:
     from steadytorch.report.plots import Link, embedded
 
     def shown(value: Any) -> Any:
-        """The text of a template expression, before escaping."""
+        """Converts the value of a template expression to text, before escaping."""
         if isinstance(value, Markup):
             return value
         text = _ABSENT if value is None else str(value)
@@ -239,5 +240,5 @@ def _templates() -> jinja2.Environment:
 
 @cache
 def template_source(name: str) -> str:
-    """The text of a file among the templates."""
+    """The text of a file in the templates folder."""
     return (Path(__file__).parent / "templates" / name).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The slices of a step in the terminal: a bar and its legend."""
+"""Renders the time slices of a step in the terminal: a bar and its legend."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _SLICE = re.compile(r"\b(?:(?:gpu|idle|cpu)_[a-z_]+|input_wait)\b")
 
 
 def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICES) -> None:
-    """Prints a bar over the width of the console, and a line for each slice.
+    """Prints the time slices of a step: a bar of the console width, and a line for each slice.
 
     Args:
         console: where to print.
@@ -84,7 +84,7 @@ def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICE
 
 
 def shown_slices(result: Explanation, most: int = _MOST_SLICES) -> list[tuple[str, float]]:
-    """Label and mean time in ns of the largest slices, with the sum of the others at the end."""
+    """Labels and mean times in ns of the largest slices, with the sum of the others at the end."""
     means = {name: value for name, value in result.mean_slices_ns().items() if value > 0}
     ranked = sorted(means, key=lambda name: -means[name])[:most]
     large = {name for name in ranked if means[name] >= _LEAST_SHARE * result.step_ns}
@@ -98,12 +98,12 @@ def shown_slices(result: Explanation, most: int = _MOST_SLICES) -> list[tuple[st
 
 
 def slice_label(name: str) -> str:
-    """The name of a slice for people."""
+    """The display label of a slice, such as `kernels` for `gpu_kernel`."""
     return _NAMES.get(name, plain(name))
 
 
 def _columns(times: list[float], width: int) -> list[int]:
-    """Splits `width` columns in proportion to the times, by largest remainder."""
+    """Splits `width` columns in proportion to the times, by the largest remainder method."""
     total = sum(times) or 1.0
     exact = [value / total * width for value in times]
     whole = [int(value) for value in exact]
@@ -114,5 +114,5 @@ def _columns(times: list[float], width: int) -> list[int]:
 
 
 def in_words(text: str) -> str:
-    """The text with slice names as in the legend."""
+    """Replaces the slice names in a text by their display labels."""
     return _SLICE.sub(lambda found: _NAMES.get(found[0], found[0]), text)

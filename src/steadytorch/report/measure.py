@@ -1,4 +1,4 @@
-"""A measurement in the terminal: a headline, two small charts, and details."""
+"""Renders a measurement in the terminal: a headline, two small charts, and details."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def headline(result: Measurement) -> str:
 
 
 def _series(result: Measurement) -> Measurement:
-    """The series to show: of a representative process, if there are several."""
+    """The series to show; with several processes, that of the representative process."""
     return result.representative.period if isinstance(result, MeasureResult) else result
 
 
@@ -61,7 +61,7 @@ def _median(result: Measurement) -> str:
 
 
 def _too_few(result: Measurement) -> bool:
-    """Whether too few samples explain both a missing interval and doubts about drift."""
+    """Whether too few samples explain both the missing interval and the unknown drift."""
     unsteady = _series(result).why_unsteady or ""
     missing = result.median_ci_ns is None and (_why(result) or "")
     return bool(missing) and all(why.startswith(_TOO_FEW) for why in (missing, unsteady))
@@ -83,7 +83,7 @@ def _outliers(measured: Measurement) -> str:
 
 
 def render_measure(console: Console, name: str, result: MeasureResult) -> None:
-    """Prints the measurement; every line fits the console."""
+    """Prints a measurement; every line fits the console."""
     _charts(console, name, result)
     for text in details(result):
         _line(console, plain(text))
@@ -92,7 +92,7 @@ def render_measure(console: Console, name: str, result: MeasureResult) -> None:
 
 
 def render_series(console: Console, name: str, result: Measurement) -> None:
-    """Prints a series of timings from any source."""
+    """Prints the headline, charts and variability of any series of timings."""
     _charts(console, name, result)
     for text in _variability(result):
         _line(console, text)
@@ -116,7 +116,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def details(result: MeasureResult) -> list[str]:
-    """The details, a line each: processes, claim, latency, variability, host, device, set-up."""
+    """Lines of detail: processes, claim, latency, variability, host, device and set-up."""
     shown, count = result.representative, len(result.processes)
     lines = []
     if count > 1:

@@ -1,4 +1,4 @@
-"""Results in notebooks: the terminal's text and colours as a fragment of HTML."""
+"""Renders results in notebooks: the terminal's text and colours as a fragment of HTML."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ RENDERERS: dict[str, Callable[[Console, Any], None]] = {
 
 
 def as_html(result: Any) -> str:
-    """A result as a fragment of HTML that needs nothing else.
+    """Renders a result as a self-contained fragment of HTML.
 
     Args:
         result: an instance of one of `RENDERERS`.

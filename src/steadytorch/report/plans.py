@@ -1,4 +1,4 @@
-"""The plan store in the terminal."""
+"""Renders the content of the plan store in the terminal."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def render_show(console: Console, plan: PlanRecord, path: Path) -> None:
 
 
 def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> None:
-    """Prints how many plans were exported, and which were left out."""
+    """Prints how many plans were exported, and which files were left out."""
     left_out = [entry for entry in entries if entry.problem is not None]
     console.print(Text(f"{counted(len(entries) - len(left_out), 'plan')} in {plain(path)}"))
     for entry in left_out:
@@ -94,14 +94,14 @@ def render_exported(console: Console, entries: Sequence[Stored], path: Path) -> 
 
 
 def render_pushed(console: Console, pushed: Sequence[Pushed]) -> None:
-    """Prints how many plans were added, and how many stayed as they were."""
+    """Prints how many plans were added to the remote store, and how many were already there."""
     added = sum(each.added for each in pushed)
     stayed = sum(each.problem is None for each in pushed) - added
     console.print(Text(f"{counted(added, 'plan')} added, {stayed} already there"))
 
 
 def render_imported(console: Console, imported: Sequence[Imported]) -> None:
-    """Prints a paragraph per plan: stored or not, and whether it fits this machine."""
+    """Prints for each imported plan whether it is new to the store and fits this machine."""
     for each in imported:
         console.print(_headline(each.plan))
         done = "already stored, left unchanged" if each.kept else "stored"
@@ -122,7 +122,7 @@ def render_passed_over(console: Console, plan: PlanRecord, reason: str) -> None:
 
 
 def render_reverified(console: Console, result: Reverified) -> None:
-    """Prints a plan's gain on this machine, beside its gain when it was made."""
+    """Prints a plan's gain on this machine, beside its gain in the original search."""
     console.print(_headline(result.plan))
     for line in _worth(result):
         print_indented(console, Text(plain(line)))
@@ -159,11 +159,11 @@ def _headline(plan: PlanRecord) -> Text:
 
 
 def _listed(facts: Mapping[str, object]) -> str:
-    """Names with their values, without those that are None."""
+    """Names with their values as text; names with the value None are left out."""
     known = (f"{name} {value}".lstrip() for name, value in facts.items() if value is not None)
     return ", ".join(known)
 
 
 def _named(plan: PlanRecord) -> str:
-    """The name of a plan's workload; training is marked."""
+    """The name of a plan's workload, with the suffix `(training)` for a training plan."""
     return plain(plan.name if plan.trains is None else f"{plan.name} (training)")

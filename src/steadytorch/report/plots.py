@@ -57,7 +57,7 @@ class Plot(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A cell that leads to another place of the page.
+    """A table cell that links to another place on the page.
 
     Attributes:
         text: the cell's text.
@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
     @property
     def sorts(self) -> bool:
-        """Whether readers may sort it: it has three rows or more and a column of numbers."""
+        """Whether readers may sort the table: it has at least three rows and a numeric column."""
         return len(self.rows) > 2 and len(self.words) < len(self.headings)
 
 
@@ -102,7 +102,7 @@ def table(
     ids: str = "",
     total: Sequence[object] | None = None,
 ) -> Table:
-    """A table of at most `MOST_ROWS` rows; its note counts the rows that are cut."""
+    """A table of at most `MOST_ROWS` rows; a note says how many rows are left out."""
     if len(rows) > MOST_ROWS:
         cut = f"Shown: the first {MOST_ROWS:,} of {len(rows):,} rows; the file has all of them."
         note = f"{note} {cut}".strip()
@@ -117,7 +117,7 @@ def figure(
     height: int = 340,
     layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A Plotly figure; the page adds the colours of text, axes and paper when it draws.
+    """A Plotly figure; the page's script adds the colours of text, axes and background.
 
     Args:
         data: the traces.
@@ -147,8 +147,8 @@ def figure(
 def embedded(value: Any, key: str = "") -> str:
     """A figure as JSON that is safe in a script element; floats have nine digits.
 
-    Plotly renders some HTML in strings, so foreign strings are escaped, and control characters made
-    visible.
+    Plotly renders some HTML in strings, so strings from results are escaped, and control characters
+    are shown as escape sequences.
     """
     text = msgspec.json.encode(_escaped(value, key)).decode()
     return "".join(_UNSAFE.get(char, char) for char in text)
@@ -167,13 +167,13 @@ def _escaped(value: Any, key: str) -> Any:
 
 
 def shortened(name: str, most: int = 26) -> str:
-    """A name cut to fit an axis."""
+    """A name truncated to at most `most` characters, to fit an axis."""
     shown = plain(name[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Indices of the values to draw: all, or the minimum and maximum of each stretch.
+    """Indices of the values to draw: all, or the minimum and maximum of each interval of values.
 
     Args:
         values: in drawing order.
@@ -201,7 +201,7 @@ def format_thinning(drawn: int, count: int, what: str = "samples") -> str:
 
 
 def lines_at(places: Iterable[tuple[float, str, str, str]]) -> dict[str, Any]:
-    """Vertical lines, labelled at the top, from (place, label, colour, dash)."""
+    """Vertical lines with labels at the top; `places` has items (x, label, colour, dash)."""
     shapes, annotations = [], []
     for row, (at, label, colour, dash) in enumerate(places):
         ends = {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper"}

@@ -13,9 +13,10 @@ from steadytorch.report.text import duration, plain, seconds
 
 
 class Progress:
-    """Shows the progress of a search; a context manager.
+    """Context manager that shows the progress of a search.
 
-    Redraws only when the search calls, because a redrawing thread would disturb the timing.
+    The display redraws only when the search calls a method, because a redrawing thread would
+    disturb the timing.
 
     Args:
         console: where to print.
@@ -46,14 +47,14 @@ class Progress:
             self._live.stop()
 
     def phase(self, message: str) -> None:
-        """Prints a heading with the time spent so far."""
+        """Prints the heading of a search phase with the elapsed time."""
         self._phase = message
         if not self._brief:
             self._print(Text.assemble((f"{self._spent():>7}  ", "dim"), (plain(message), "bold")))
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """Prints a line for a rejected or failed candidate; the live line shows set-ups."""
+        """Prints a line for a rejected or failed candidate; the live line shows ongoing set-ups."""
         if state == "set-up":
             self._under_way[label] = time.monotonic()
         else:

@@ -1,4 +1,4 @@
-"""Compared ranks in the terminal: at most 30 lines of 80 columns."""
+"""Renders a comparison of ranks in the terminal: at most 30 lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_REMARKS = 3
 
 
 def render_ranks(console: Console, result: RankComparison, everything: bool = False) -> None:
-    """Prints who is late, the split of a step by rank, and the slowest steps.
+    """Prints the late ranks, the split of a step by rank, and the longest steps.
 
     Args:
         console: where to print.
@@ -87,7 +87,7 @@ def _table(console: Console, result: RankComparison, everything: bool) -> None:
 
 
 def _shown_ranks(result: RankComparison) -> Sequence[RankTimes]:
-    """Ranks with a line: late ones first, then those that wait least."""
+    """The ranks to print: late ranks first, then the ranks that wait least."""
     if len(result.ranks) <= MOST_RANKS:
         return result.ranks
     late = [each.rank for each in result.late]
@@ -106,7 +106,7 @@ def _share(result: RankComparison, name: str) -> str:
 
 
 def slow_steps(result: RankComparison) -> Iterator[str]:
-    """The steps that are longest without waiting, a line each."""
+    """The longest steps, not counting waiting time, a line each."""
     usual = float(np.median([step.without_waiting_ns for step in result.steps]))
     for step in sorted(result.steps, key=lambda step: -step.without_waiting_ns)[:MOST_SLOW]:
         if step.without_waiting_ns > usual:
@@ -118,7 +118,7 @@ def slow_steps(result: RankComparison) -> Iterator[str]:
 
 
 def remarks(result: RankComparison) -> Iterator[str]:
-    """Communication hidden by work, then caveats, a line each."""
+    """The share of communication hidden by work, then caveats, a line each."""
     hidden = [each.overlap for each in result.ranks if each.overlap is not None]
     if hidden:
         low, high = (f"{100 * value:.0f}" for value in (min(hidden), max(hidden)))

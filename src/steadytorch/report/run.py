@@ -1,4 +1,4 @@
-"""Watched steps in the terminal: at most 30 lines of 80 columns, and more if fixes are long."""
+"""Renders watched steps in the terminal: at most 30 lines of 80 columns, more for long fixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORTH_TUNING = 0.3
 
 
 def render_run(console: Console, name: str, result: Watched) -> None:
-    """Prints where time and variability went; only fixes may take more than 30 lines.
+    """Prints the sources of step time and variability, in at most 30 lines unless fixes are long.
 
     Args:
         console: where to print.
@@ -68,7 +68,7 @@ def render_run(console: Console, name: str, result: Watched) -> None:
 
 
 def headline(result: Watched) -> Iterator[str]:
-    """Number and time of the steps, memory and the cost of watching, a line each."""
+    """Number and time of the steps, memory and the overhead of watching, a line each."""
     if result.failed is not None:
         yield f"ended by {plain(result.failed)}"
     elif result.interrupted:
@@ -109,7 +109,7 @@ def _slices(console: Console, result: Watched) -> None:
 
 
 def slices(result: Watched) -> list[tuple[str, float, str]]:
-    """Slice, mean time in ns and share of the step, largest first; tiny ones are left out."""
+    """Time slices of 0.5 % or more: name, mean in ns and share of the step, largest first."""
     means = result.mean_slices_ns()
     total = sum(means.values())
     ranked = sorted(means.items(), key=lambda item: -item[1])
@@ -119,12 +119,12 @@ def slices(result: Watched) -> list[tuple[str, float, str]]:
 
 
 def evidence(finding: Finding) -> str:
-    """The most telling evidence of a finding."""
+    """The first line of evidence of a finding; empty without evidence."""
     return finding.evidence[0] if finding.evidence else ""
 
 
 def slow_steps(result: Watched) -> Iterator[str]:
-    """The slow steps that stand out, with what differed, a line each."""
+    """The slowest steps and their differences from other steps, a line each."""
     for step in result.slowest[:MOST_SLOW]:
         what = in_words("; ".join(step.what)) if step.what else "no cause seen"
         yield f"{step.name}: {duration(step.over_median_ns)} over the median: {what}"
@@ -146,7 +146,7 @@ def _near(path: str) -> str:
 
 
 def advice(result: Watched) -> Iterator[str]:
-    """The command that would help next."""
+    """A line with the next command to run, if the model takes at least 30 % of the time."""
     means = result.mean_slices_ns()
     total = sum(means.values())
     busy = sum(means.get(name, 0.0) for name in _MODEL) / total if total else 0.0

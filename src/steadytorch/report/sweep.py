@@ -1,4 +1,4 @@
-"""A sweep in the terminal."""
+"""Renders a sweep over several workloads in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steadytorch.results.sweep import Sweep, SweepRow
 
 
 def render_sweep(console: Console, sweep: Sweep) -> None:
-    """Prints a row per workload, then a line per reason."""
+    """Prints a table row per workload, then reasons for failures or missing bundles, and totals."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("workload", ratio=1, overflow="fold")
     table.add_column("plan", no_wrap=True)
@@ -31,7 +31,7 @@ def render_sweep(console: Console, sweep: Sweep) -> None:
 
 
 def format_row(row: SweepRow) -> str:
-    """One line on a finished workload."""
+    """One line with the outcome of a finished workload."""
     took = seconds(row.seconds or 0.0)
     if row.status == "failed":
         return f"{plain(row.workload)}: failed after {took}: {plain(row.reason or '')}"
@@ -62,7 +62,7 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
 
 
 def totals(sweep: Sweep) -> str:
-    """How many workloads are done, failed, running and waiting."""
+    """The number of workloads that are done, failed, running and waiting, as text."""
     parts = [f"{sweep.count('done')} of {counted(len(sweep.rows), 'workload')} done"]
     for status in ("failed", "running", "waiting"):
         if count := sweep.count(status):

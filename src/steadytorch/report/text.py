@@ -1,4 +1,4 @@
-"""Numbers and foreign strings as terminal text."""
+"""Formats numbers and untrusted strings as terminal text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def markdown_text(text: object) -> str:
 
 
 def unit_of(nanoseconds: float) -> tuple[str, float]:
-    """The best unit for a time, and its size in ns."""
+    """The largest unit in which a time is 1 or more, and the length of that unit in ns."""
     for name, size in _UNITS_NS:
         if nanoseconds >= size:
             return name, size
@@ -74,14 +74,14 @@ def unit_of(nanoseconds: float) -> tuple[str, float]:
 
 
 def duration(nanoseconds: float) -> str:
-    """A time to three or four digits, such as `28.71 ms`."""
+    """Formats a time with three or four digits, such as `28.71 ms`."""
     name, size = unit_of(nanoseconds)
     value = nanoseconds / size
     return f"{value:.{2 if value < 100 else 1}f} {name}"
 
 
 def seconds(value: float) -> str:
-    """Seconds as `0.4 s`, `24 s` or `3 min 20 s`."""
+    """Formats seconds as `0.4 s`, `24 s` or `3 min 20 s`."""
     if value < 9.95:
         return f"{value:.1f} s"
     whole = round(value)
@@ -94,17 +94,17 @@ def percent_above(value: float, base: float) -> str:
 
 
 def format_drift(measured: Measurement) -> str:
-    """Whether the level changed, in words; not "steady", since the tail may be long."""
+    """The drift of a series in words: `no drift`, or the reason why drift is not excluded."""
     return "no drift" if measured.steady else f"drift not excluded: {measured.why_unsteady}"
 
 
 def share(part: float, whole: float) -> str:
-    """A share such as `4.1 %`; a dash if the whole is 0."""
+    """Formats a share of a whole, such as `4.1 %`; a dash if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    """Reason to the names that share it, in the order met."""
+    """Maps each reason to the names that share it, in the order of first occurrence."""
     found: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         found.setdefault(reason, []).append(name)
@@ -112,9 +112,9 @@ def grouped(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def keep_words_whole(table: Table, width: int, names: Collection[int]) -> None:
-    """Stops a table that is too wide from splitting words of some columns; the others shrink.
+    """Keeps words whole in the given columns of a table that is too wide; other columns shrink.
 
-    A word that takes more than its share of the width is still split.
+    A word longer than its column's share of the width is still split.
 
     Args:
         table: a table with all its rows, of `Text` cells.
@@ -132,7 +132,7 @@ def keep_words_whole(table: Table, width: int, names: Collection[int]) -> None:
 
 
 def print_indented(console: Console, text: Text, columns: int = 2, most: int | None = None) -> None:
-    """Prints a paragraph indented by some columns, without trailing blanks.
+    """Prints a paragraph indented by some columns, without trailing spaces.
 
     Args:
         console: where to print.

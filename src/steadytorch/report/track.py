@@ -1,4 +1,4 @@
-"""A series of results in the terminal."""
+"""Prints series of benchmark results, with the changes found in them, in the terminal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from steadytorch.results.track import TrackChange, TrackResult, TrackSeries
 
 
 def headline(result: TrackResult) -> str:
-    """The number of changes in one sentence."""
+    """A headline such as `3 changes in 2 series`."""
     count = sum(len(series.changes) for series in result.series)
     return f"{counted(count, 'change')} in {_counted_series(len(result.series))}"
 
 
 def basis(result: TrackResult) -> str:
-    """The error control."""
+    """The error control as text: the largest share of unchanged series that show a change."""
     return f"at most {100 * result.alpha:g} % of series without a change show one"
 
 
 def title(series: TrackSeries) -> str:
-    """Workload, machine and number of results."""
+    """The title of a series: workload, metric, number of results and machine."""
     unit = f"time over {series.base}" if series.unit == "ratio" else series.metric
     points = counted(len(series.points), "result")
     return f"{series.workload}, {unit}, {points}, {series.machine}"
@@ -34,7 +34,7 @@ def format_value(series: TrackSeries, value: float) -> str:
 
 
 def format_change(series: TrackSeries, change: TrackChange) -> str:
-    """One change: size, interval, place and the result that established it."""
+    """One change as text: size, interval, position and number of results that established it."""
     effect = change.effect
     size = "unknown" if effect.estimate is None else f"{100 * effect.estimate:+.2f} %"
     if effect.low is not None and effect.high is not None:

@@ -1,4 +1,4 @@
-"""A finished, replayed or interrupted search in the terminal."""
+"""Prints a finished, replayed or interrupted tuning search in the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_INTERRUPTED = 5
 
 
 def name_of(candidate: Sequence[object]) -> str:
-    """A candidate in one line."""
+    """The transforms of a candidate in one line."""
     return plain(describe(candidate))
 
 
@@ -43,9 +43,9 @@ def name_of(candidate: Sequence[object]) -> str:
 
 
 def render_summary(console: Console, search: TuneReport, plan: TuneReport, store: str = "") -> None:
-    """Prints the plan, its gain and costs, the runners-up and a line for the rest.
+    """Prints the plan with its gain and costs, the runners-up and candidate counts by outcome.
 
-    At most 25 lines in 80 columns.
+    The summary takes at most 25 lines of 80 columns.
 
     Args:
         console: where to print.
@@ -70,7 +70,7 @@ def render_summary(console: Console, search: TuneReport, plan: TuneReport, store
 
 
 def render_missing(console: Console, found: TuneReport) -> None:
-    """Prints a line on engines that the search could not try, if an extra would add them."""
+    """Prints which engines were not tried because an optional dependency is not installed."""
     reasons = found.not_applicable.items()
     names = dict.fromkeys(n.partition("(")[0] for n, reason in reasons if NOT_INSTALLED in reason)
     if names:
@@ -79,7 +79,7 @@ def render_missing(console: Console, found: TuneReport) -> None:
 
 
 def render_interrupted(console: Console, search: TuneReport) -> None:
-    """Prints the fastest candidates of an interrupted search and a line for the rest."""
+    """Prints the fastest candidates of an interrupted search and candidate counts by outcome."""
     timed = _by_time(search.candidates)
     if timed:
         _say(console, Text("Fastest so far, as screened", "bold"), 0)
@@ -100,7 +100,7 @@ def _by_time(candidates: Sequence[CandidateResult]) -> list[CandidateResult]:
 
 
 def _runners_up(search: TuneReport) -> list[CandidateResult]:
-    """The fastest verified candidates that the user allowed, without the winner."""
+    """The fastest verified candidates, except the winner, that the allowed precision admits."""
     others = [
         each
         for each in _by_time(search.candidates)
@@ -119,7 +119,7 @@ def _runner_up(each: CandidateResult, search: TuneReport) -> Text:
 
 
 def _rest(search: TuneReport) -> list[str]:
-    """The number of candidates by outcome, and a line for those not tried."""
+    """Summary lines: candidate counts by outcome, and the reasons for untried candidates."""
     timed = sum(each.median_ns is not None for each in search.candidates)
     parts = [f"{counted(timed, 'candidate')} timed"]
     for status in ("rejected", "failed", "skipped"):
@@ -145,7 +145,7 @@ def _rest(search: TuneReport) -> list[str]:
 
 
 def render_trials(console: Console, search: TuneReport) -> None:
-    """Prints all candidates: a table of those timed, fastest first; then the others."""
+    """Prints all candidates: a table of the timed ones, fastest first, then the untimed ones."""
     timed = _by_time(search.candidates)
     if timed:
         console.print(_table(timed, search))
@@ -183,12 +183,12 @@ def _table(timed: Sequence[CandidateResult], search: TuneReport) -> Table:
 
 
 def _compares(each: CandidateResult, search: TuneReport) -> bool:
-    """Whether it was screened on the same device as the untouched workload that is listed."""
+    """Whether a candidate was screened on the same device as the listed untouched workload."""
     return bool(each.transforms) and describe(each.transforms) not in search.timed_on
 
 
 def screened(plan: str | None) -> str:
-    """The caption of the table of candidates.
+    """The caption of the candidate table.
 
     Args:
         plan: where the plan's own figures are; None if there is no plan.
@@ -224,14 +224,14 @@ def half_width(median: float, interval: tuple[float, float] | None) -> str:
 
 
 def tail(median: float, p90: float | None, p99: float | None) -> str:
-    """How far p99 lies above the median; without p99, p90 with a star."""
+    """Excess of p99 over the median, in percent; falls back to p90, marked with a star."""
     if p99 is not None:
         return f"+{100 * (p99 / median - 1):.0f}%"
     return "-" if p90 is None else f"+{100 * (p90 / median - 1):.0f}%*"
 
 
 def render_left_out(console: Console, search: TuneReport) -> None:
-    """Prints what was not tried, by reason."""
+    """Prints the candidates that were not tried, grouped by reason."""
     reasons = grouped({**search.not_applicable, **search.not_tried})
     if not reasons:
         return
@@ -247,7 +247,7 @@ def render_left_out(console: Console, search: TuneReport) -> None:
 
 
 def render_plan(console: Console, plan: TuneReport, heading: str) -> None:
-    """Prints a plan, its gain, its costs and when it pays back."""
+    """Prints a plan, its gain, its costs and the number of calls to break even."""
     print_indented(console, _titled(heading, plan), 0)
     for line in _claims(plan):
         print_indented(console, Text(plain(line)))
@@ -284,7 +284,7 @@ def _claims(plan: TuneReport) -> list[str]:
 
 
 def _scatters(timing: Timing | Measurement) -> bool:
-    """Whether an interval is so wide that times on an idle machine may be quite different."""
+    """Whether the interval of a median is wider than the fraction `WIDE` of the median."""
     if timing.median_ci_ns is None:
         return False
     low, high = timing.median_ci_ns
@@ -292,7 +292,7 @@ def _scatters(timing: Timing | Measurement) -> bool:
 
 
 def _without_int8(plan: TuneReport) -> list[str]:
-    """A line on int8 if it was allowed and tried, and is not the plan; else none."""
+    """A line on why int8 did not win; empty if int8 won, was not allowed or was not tried."""
     allowed = [each for each in plan.candidates if each.allowed]
     tried = [each for each in allowed if each.precision == "int8"]
     if not tried or any(each.transforms == plan.chosen for each in tried):
@@ -312,7 +312,7 @@ def _outcome(each: CandidateResult) -> str:
 
 
 def _ratio(base: CandidateResult, other: CandidateResult) -> str:
-    """Time of one candidate over that of another, with bounds by the intervals of both medians."""
+    """The ratio of two candidates' median times, with bounds from both medians' intervals."""
     ratio = (base.median_ns or 1.0) / (other.median_ns or 1.0)
     if base.median_ci_ns is None or other.median_ci_ns is None:
         return f"{ratio:.2f}x"
@@ -326,12 +326,12 @@ def _objective(plan: TuneReport) -> str:
 
 
 def untouched(trains: bool) -> str:
-    """The baseline of a plan, in words."""
+    """The name of a plan's baseline: the untouched workload, or an untouched training step."""
     return "an untouched step" if trains else "the untouched workload"
 
 
 def format_gain(gain: Gain, objective: str, whom: str) -> str:
-    """A plan's speedup with its interval and claim."""
+    """A plan's speedup as text, with its interval, number of pairs and scope (`claim`)."""
     if gain.estimate is None:
         return "the speedup is not a number"
     interval = (
@@ -346,7 +346,7 @@ def format_gain(gain: Gain, objective: str, whom: str) -> str:
 
 
 def format_timing(timing: Timing | Measurement) -> str:
-    """A median with its interval, and the tail."""
+    """A median as text, with its interval and how far p99 or p90 exceeds the median."""
     text = duration(timing.median_ns)
     if timing.median_ci_ns is not None:
         low, high = (duration(bound) for bound in timing.median_ci_ns)
@@ -356,7 +356,7 @@ def format_timing(timing: Timing | Measurement) -> str:
 
 
 def format_costs(plan: TuneReport) -> list[str]:
-    """The costs of a plan, a line each: error, set-up, memory; none for an empty plan."""
+    """Lines on a plan's error, set-up time and memory; empty for a plan without transforms."""
     won, base = plan.winner_tried, plan.untouched_tried
     if won is None or base is None or not plan.chosen or plan.speedup is None:
         return []

@@ -1,1 +1,1 @@
-"""Results as data: what plans hold and `--json` writes. Nothing here imports PyTorch."""
+"""Result structs that plans store and `--json` writes. This package does not import PyTorch."""

@@ -1,4 +1,4 @@
-"""A candidate as data: transforms by name, in the order of their application."""
+"""Tuning candidates as data: named transforms in the order of their application."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_SHOWN = 40
 
 
 class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A transform as data: what plans and messages between processes carry.
+    """A serialisable transform, as stored in plans and sent between processes.
 
     Attributes:
         name: the registered name.
@@ -36,7 +36,7 @@ class TransformSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _shown(value: str | int | bool) -> str:
-    """A value as tables show it; a long one is replaced by its checksum."""
+    """A parameter value as text for tables; a long value is replaced by its checksum."""
     text = str(value)
     return text if len(text) <= LONGEST_SHOWN else f"#{zlib.crc32(text.encode()):08x}"
 

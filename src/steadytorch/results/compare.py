@@ -1,4 +1,4 @@
-"""A comparison of B with A as data."""
+"""The result of comparing workload B with workload A, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steadytorch.results.shown import Shown
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One of the two workloads.
+    """One of the two workloads of a comparison.
 
     Attributes:
         name: its name in results.
@@ -23,7 +23,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """The effect of B on time, as a fraction: -0.12 is 12 % less time.
+    """A relative change in time, with its interval: -0.12 means 12 % less time.
 
     Attributes:
         estimate: None without data.
@@ -37,7 +37,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of B on time, with its evidence.
+    """The relative change in time from workload A to workload B, with its evidence.
 
     Attributes:
         estimate: a fraction; -0.12 is 12 % less time. None without data.
@@ -60,12 +60,12 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     mde: float | None
 
     def slower_than(self, limit: float) -> bool:
-        """Whether B is slower than A by more than `limit` (a fraction), with confidence."""
+        """Whether the lower end of the interval shows B slower than A by more than `limit`."""
         return self.low is not None and self.low > limit
 
 
 class SustainedRun(msgspec.Struct, frozen=True):
-    """One side, run alone for several seconds.
+    """One side of a comparison, run alone for several seconds.
 
     Attributes:
         side: `a` or `b`.
@@ -81,7 +81,7 @@ class SustainedRun(msgspec.Struct, frozen=True):
 
 
 class CompareResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict on B against A; make one with `CompareResult.of`.
+    """The verdict on workload B against workload A; create it with `CompareResult.of`.
 
     Attributes:
         interval: estimate and interval of the effect; `effect` in JSON.
@@ -121,14 +121,14 @@ class CompareResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, effect: Effect, **fields: object) -> CompareResult:
-        """Makes a result of an effect and the fields that `Effect` does not have."""
+        """Creates a result from an effect and the fields that `Effect` does not have."""
         own = {name: getattr(effect, name) for name in Effect.__struct_fields__}
         ends = [own.pop(name) for name in Interval.__struct_fields__]
         return cls(interval=Interval(*ends), **own, **fields)  # pyright: ignore[reportArgumentType]
 
     @property
     def effect(self) -> Effect:
-        """The effect with its evidence."""
+        """The relative change in time from A to B, with its evidence."""
         ends = self.interval
         return Effect(
             estimate=ends.estimate,
@@ -143,12 +143,12 @@ class CompareResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workload(self) -> str:
-        """Both names, as a saved result is titled."""
+        """Both workload names, joined by a slash, as the title of a saved result."""
         return f"{self.a.name} / {self.b.name}"
 
 
 def effect_of(dwells: Sequence[SustainedRun]) -> float:
-    """B against A, each run alone, as a fraction: the mean of the rounds' log ratios."""
+    """The relative change in time from A to B, by the geometric means of sustained runs."""
     means = []
     for side in "ab":
         logs = [math.log(each.median_ns) for each in dwells if each.side == side]

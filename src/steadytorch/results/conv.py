@@ -16,7 +16,7 @@ NONDETERMINISTIC = "NONDETERMINISTIC"
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One engine, measured.
+    """The measurement of one convolution engine.
 
     Attributes:
         choice: its name.
@@ -44,13 +44,13 @@ class Measured(msgspec.Struct, frozen=True):
     def deterministic(self) -> bool | None:
         """Whether every run gives the same bits; None if unknown.
 
-        True takes two equal runs and no note of cuDNN against it.
+        True requires two bitwise equal runs and no `NONDETERMINISTIC` note from cuDNN.
         """
         return False if NONDETERMINISTIC in self.notes else self.repeats
 
 
 class ConvOutcome(msgspec.Struct, frozen=True):
-    """The engines of one convolution, and the choice.
+    """The engines tried for one convolution, and the chosen engine.
 
     Attributes:
         problem: key of the convolution.
@@ -72,7 +72,7 @@ class ConvOutcome(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> Measured:
-        """The chosen engine.
+        """The engine chosen for this convolution.
 
         Raises:
             LookupError: `choice` names none of the engines.
@@ -84,7 +84,7 @@ class ConvOutcome(msgspec.Struct, frozen=True):
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """A distinct convolution; in training, one pass of it. Make one with `Layer.of`.
+    """A distinct convolution; in training, one of its passes. Create layers with `Layer.of`.
 
     Attributes:
         names: its layers in the model.
@@ -116,7 +116,7 @@ class Layer(msgspec.Struct, frozen=True):
         traffic_bytes: int,
         reason: str | None = None,
     ) -> Layer:
-        """Makes a layer; its pass follows from `problem`, `deterministic` from `outcome`."""
+        """Creates a layer; derives its pass from `problem` and `deterministic` from `outcome`."""
         operation = msgspec.convert(problem.partition("/")[0], Pass)
         deterministic = None if outcome is None else outcome.chosen.deterministic
         return cls(
@@ -127,7 +127,7 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Convolutions that PyTorch runs because no engine can.
+    """Convolutions left to PyTorch because no cuDNN engine can run them.
 
     Attributes:
         names: their layers in the model.
@@ -163,6 +163,6 @@ class ConvReport(Shown, msgspec.Struct, frozen=True):
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """The passes present, in the order of a training step; inference has `fprop` alone."""
+        """The convolution passes in this report, in training order; inference has only `fprop`."""
         found = {layer.operation for layer in self.layers}
         return tuple(each for each in PASSES if each in found)

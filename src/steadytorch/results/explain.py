@@ -1,4 +1,4 @@
-"""An explanation as data: where the time and the variability of a workload's steps go."""
+"""The result of `steady explain`: where a workload's step time goes, and why it varies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadytorch.results.shown import Shown
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """One profiled step.
+    """The times of one profiled step.
 
     Attributes:
         index: its number in the trace.
@@ -26,7 +26,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class GpuTotals(msgspec.Struct, frozen=True):
-    """One GPU over the whole trace, outside marked steps too.
+    """Busy and idle time of one GPU over the whole trace, including time between marked steps.
 
     Attributes:
         busy_ns: time with an event running.
@@ -40,7 +40,7 @@ class GpuTotals(msgspec.Struct, frozen=True):
 
 
 class KernelSplit(msgspec.Struct, frozen=True):
-    """The kernels' share of the variance in two parts.
+    """The kernels' share of the step-time variance, split by cause.
 
     Attributes:
         more_kernels: steps ran other kernels, or another number of them.
@@ -72,7 +72,7 @@ class SlowStep(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One cause of time or variability. Times are ns per step unless said otherwise.
+    """One cause of step time or its variability. Times are in ns per step unless stated otherwise.
 
     Attributes:
         id: stable name, such as `launch-bound`.
@@ -108,7 +108,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abstention(msgspec.Struct, frozen=True):
-    """A rule that lacked data; it never means "healthy".
+    """A rule that lacked the data to judge; abstaining never means "healthy".
 
     Attributes:
         rule: its name.
@@ -122,7 +122,7 @@ class Abstention(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one name; without a GPU, all calls of one operator.
+    """All kernels with one name; without a GPU, all calls of one operator.
 
     Attributes:
         name: as in the trace.
@@ -153,7 +153,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels or operators against the limits of the device. Times are ns per step.
+    """Kernels or operators compared with the limits of the device. Times are in ns per step.
 
     Attributes:
         lines: one for each name, longest first.
@@ -228,11 +228,11 @@ class Explanation(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_ns(self) -> float:
-        """Mean duration of the profiled steps; 0 without any."""
+        """Mean duration of the profiled steps, in ns; 0 if no step was profiled."""
         return sum(step.total_ns for step in self.steps) / max(1, len(self.steps))
 
     def mean_slices_ns(self) -> dict[str, float]:
-        """Slice to its mean time per step, in the ledger's order; they add up to `step_ns`."""
+        """Mean ns per step of each time slice, in ledger order; the values add up to `step_ns`."""
         names = self.steps[0].slices_ns if self.steps else ()
         total = {name: sum(step.slices_ns.get(name, 0) for step in self.steps) for name in names}
         return {name: value / len(self.steps) for name, value in total.items()}

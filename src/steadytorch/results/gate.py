@@ -1,4 +1,4 @@
-"""A gate between two revisions as data: one row a workload."""
+"""The result of a performance gate between two revisions: one row per workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RowStatus = Literal["judged", "added", "removed", "failed", "skipped"]
 
 
 class Revision(msgspec.Struct, frozen=True):
-    """One side of a gate.
+    """One of the two revisions that a gate compares.
 
     Attributes:
         name: as the user typed it; `working tree` for the head.
@@ -27,7 +27,7 @@ class Revision(msgspec.Struct, frozen=True):
 
 
 class GateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload of a gate.
+    """The result of a gate for one workload.
 
     Attributes:
         workload: as the user typed it.
@@ -66,7 +66,7 @@ class GateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """A gate between a base revision and the working tree.
+    """The result of a performance gate: the working tree compared with a base revision.
 
     Attributes:
         base: the revision compared against.
@@ -92,14 +92,14 @@ class GateResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workload(self) -> str:
-        """All names, as a saved result is titled."""
+        """All workload names, comma-separated, as the title of a saved result."""
         return ", ".join(row.workload for row in self.rows)
 
     def count(self, verdict: str) -> int:
-        """Number of rows with this verdict."""
+        """Number of rows with the given verdict."""
         return sum(row.verdict == verdict for row in self.rows)
 
     @property
     def failed(self) -> tuple[GateRow, ...]:
-        """Workloads that fail on a side, so that they have no verdict."""
+        """Rows without a verdict because the workload failed on the base or on the head."""
         return tuple(row for row in self.rows if row.status == "failed")

@@ -1,4 +1,4 @@
-"""A machine as data: hardware, software, state, and what can be observed."""
+"""A description of a machine: hardware, software, current state and observable metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from steadytorch.results.shown import Shown
 
 
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Hardware and software of a machine, as plain data that opens on any other machine.
+    """Hardware and software of a machine, as plain data that any other machine can read.
 
-    A field that could not be observed is None and has its reason in `unknown`. A `mig_profile` of
-    None without a reason means a whole GPU.
+    A field that could not be observed is None, and `unknown` holds the reason. If `mig_profile` is
+    None and `unknown` has no reason for it, the GPU is not partitioned by MIG.
 
     Attributes:
         device: "cpu" or "cuda", without an index.
@@ -57,7 +57,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the machine at one time; a field that could not be observed is None.
+    """State of the machine at one moment; a field that could not be observed is None.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -94,7 +94,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """Result of one probe.
+    """Whether one measuring capability is available on the machine.
 
     Attributes:
         name: Short name of the capability.
@@ -110,7 +110,7 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class NoiseFloor(msgspec.Struct, frozen=True):
-    """The spread between paired blocks of the same step.
+    """The machine's timing noise: the spread between paired blocks of the same step.
 
     Attributes:
         a_a_spread: robust standard deviation of the log ratio of a pair, as a fraction.
@@ -124,7 +124,7 @@ class NoiseFloor(msgspec.Struct, frozen=True):
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True):
-    """cuDNN's benchmark mode in a process, and its pitfalls.
+    """State of cuDNN's benchmark mode in a process, and the pitfalls of the mode.
 
     Attributes:
         benchmark: `torch.backends.cudnn.benchmark`.
@@ -147,7 +147,7 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A plug-in that was found.
+    """The result of checking an installed plug-in.
 
     Attributes:
         name: name of its transform.
@@ -163,7 +163,7 @@ class PluginCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckUp(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """The check-up of a machine.
+    """The result of `steady doctor`: a check-up of the machine.
 
     Attributes:
         environment: fixed facts: device, versions, cores.

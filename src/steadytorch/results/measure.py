@@ -1,4 +1,4 @@
-"""Measurements as data. All times are nanoseconds per iteration unless the name says otherwise."""
+"""Measurement results. All times are in ns per iteration unless the field name says otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadytorch.results.shown import Shown
 
 
 class Outlier(msgspec.Struct, frozen=True):
-    """A sample that stands out.
+    """An outlier among the samples, with its cause.
 
     Attributes:
         index: its place in `samples_ns`.
@@ -24,7 +24,7 @@ class Outlier(msgspec.Struct, frozen=True):
 
 
 class Variability(msgspec.Struct, frozen=True):
-    """How the steady part of a series varies. Fractions unless the name says otherwise.
+    """Variability of a series' steady part. Fields are fractions unless their names say otherwise.
 
     Attributes:
         cv: standard deviation over mean.
@@ -52,9 +52,9 @@ class Variability(msgspec.Struct, frozen=True):
 
 
 class Measurement(Shown, msgspec.Struct, frozen=True):
-    """Samples of one series and their summary.
+    """Timing samples of one series, with summary statistics.
 
-    The summary leaves out the warm-up; `samples_ns` keeps every sample.
+    The summary statistics leave out the warm-up; `samples_ns` keeps every sample.
 
     Attributes:
         metric: `period` or `latency`; see `measure.sampler`.
@@ -112,7 +112,7 @@ class WarmUp(msgspec.Struct, frozen=True):
 
 
 class SetUp(msgspec.Struct, frozen=True):
-    """The set-up of a candidate.
+    """The set-up cost of a candidate: time, warm-up and peak memory.
 
     Attributes:
         setup_s: seconds to apply it and make the first call, compilation included. Starting the
@@ -128,7 +128,7 @@ class SetUp(msgspec.Struct, frozen=True):
 
 
 class HostBlock(msgspec.Struct, frozen=True):
-    """The host during a measurement; a field is None if it could not be observed.
+    """Activity of the host during a measurement; a field is None if it could not be observed.
 
     Attributes:
         enqueue_median_ns: time to enqueue an iteration; on the CPU, the iteration itself.
@@ -153,7 +153,7 @@ class HostBlock(msgspec.Struct, frozen=True):
 
 
 class DeviceBlock(msgspec.Struct, frozen=True):
-    """The GPU during a measurement; a field is None if it could not be observed.
+    """State of the GPU during a measurement; a field is None if it could not be observed.
 
     Attributes:
         sm_clock_mhz: median SM clock.
@@ -171,7 +171,7 @@ class DeviceBlock(msgspec.Struct, frozen=True):
 
 
 class ProcessMeasurement(msgspec.Struct, frozen=True):
-    """One process of a measurement.
+    """The measurement taken in one process.
 
     Attributes:
         period: end of an iteration to the end of the next.
@@ -195,10 +195,10 @@ class ProcessMeasurement(msgspec.Struct, frozen=True):
 
 
 class MeasureResult(Measurement, frozen=True, kw_only=True):
-    """A measurement over one or more processes; make one with `MeasureResult.of`.
+    """A measurement over one or more processes; create it with `MeasureResult.of`.
 
-    Median, interval, samples and outliers are of all processes. The other fields of `Measurement`,
-    `host`, `device` and `unknown` are of the representative process.
+    Median, interval, samples and outliers come from all processes. `host`, `device`, `unknown` and
+    the other fields of `Measurement` come from the representative process.
 
     Attributes:
         host: the host during the representative process.
@@ -231,7 +231,7 @@ class MeasureResult(Measurement, frozen=True, kw_only=True):
         failed: str | None = None,
         interrupted: bool = False,
     ) -> MeasureResult:
-        """Makes a result of its processes.
+        """Creates a result from the measurements of one or more processes.
 
         Args:
             processes: in the order taken; at least one.
@@ -269,12 +269,12 @@ class MeasureResult(Measurement, frozen=True, kw_only=True):
 
     @property
     def replicates(self) -> tuple[ProcessMeasurement, ...]:
-        """The processes that count, see `replicates_of`."""
+        """The complete processes, or all processes if none is complete."""
         return replicates_of(self.processes)
 
     @property
     def representative(self) -> ProcessMeasurement:
-        """The replicate with the middle median.
+        """The process whose median is the middle one of all replicates.
 
         Raises:
             LookupError: there are no processes, as a saved file may have it.
@@ -283,18 +283,18 @@ class MeasureResult(Measurement, frozen=True, kw_only=True):
 
 
 def replicates_of(processes: Sequence[ProcessMeasurement]) -> tuple[ProcessMeasurement, ...]:
-    """The complete processes, or all of them if none is complete."""
+    """The processes that ran to completion, or all processes if none did."""
     return tuple(each for each in processes if each.complete) or tuple(processes)
 
 
 def representative_of(processes: Sequence[ProcessMeasurement]) -> ProcessMeasurement:
-    """The replicate with the middle median."""
+    """The process whose median is the middle one of all replicates."""
     ranked = sorted(replicates_of(processes), key=lambda process: process.period.median_ns)
     return ranked[(len(ranked) - 1) // 2]
 
 
 def _all_outliers(processes: Sequence[ProcessMeasurement]) -> tuple[Outlier, ...]:
-    """The outliers of all processes, indexed into the samples of all."""
+    """The outliers of all processes, with indices into the processes' concatenated samples."""
     found: list[Outlier] = []
     before = 0
     for process in processes:

@@ -1,4 +1,4 @@
-"""The ranks of one job compared: who is late, and what the others wait for."""
+"""A comparison of one job's ranks: which rank is late, and how long the others wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadytorch.results.shown import Shown
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Means of one rank, in ns per step.
+    """Mean times of one rank, in ns per step.
 
     Attributes:
         rank: its number.
@@ -34,7 +34,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the job.
+    """One step of a distributed job, compared over its ranks.
 
     Attributes:
         index: its number in the traces.
@@ -50,7 +50,7 @@ class JobStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LateRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank for which the others wait, more than chance explains.
+    """A rank for which the other ranks wait longer than chance explains.
 
     Attributes:
         rank: its number.
@@ -68,7 +68,7 @@ class LateRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that all given ranks of one job recorded.
+    """A comparison of one job's ranks, over the steps that all given ranks recorded.
 
     Attributes:
         environment: the device of the first rank, as far as its trace says.
@@ -96,5 +96,5 @@ class RankComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_ns(self) -> float:
-        """Mean duration of a step over ranks and steps."""
+        """Mean step duration over all ranks and steps, in ns."""
         return sum(each.step_ns for each in self.ranks) / len(self.ranks)

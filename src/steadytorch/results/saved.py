@@ -1,6 +1,6 @@
-"""Saved results: what `--json` writes, and its strict decoder.
+"""Saved results: the file format that `--json` writes, and its strict decoder.
 
-A file is one JSON object: the fields of `Head`, and beside them the fields of the result.
+A saved file is one JSON object with `schema`, `kind`, the fields of `Head` and the result's fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The fields that all saved results share.
+    """The metadata that all saved results share.
 
     Attributes:
         workload: its name; empty for `doctor`.
@@ -83,7 +83,7 @@ class _Replay(msgspec.Struct):
 
 
 def to_json(result: Any, workload: str, environment: DeviceFacts) -> bytes:
-    """Encodes a result as a saved file.
+    """Encodes a result as the JSON content of a saved file.
 
     Args:
         result: a struct of `FORMS`.
@@ -107,7 +107,7 @@ def to_json(result: Any, workload: str, environment: DeviceFacts) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """The value with each lone surrogate replaced by U+FFFD."""
+    """The value with each lone surrogate in its strings replaced by U+FFFD."""
     if isinstance(value, str):
         return _SURROGATES.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -116,7 +116,7 @@ def _encodable(value: Any) -> Any:
 
 
 def content_of(path: Path) -> bytes:
-    """Reads a saved file without blocking.
+    """Reads the bytes of a saved file; never blocks, for example on a named pipe.
 
     Raises:
         UsageError: the file is missing, unreadable, too large or not a regular file.
@@ -140,7 +140,7 @@ def content_of(path: Path) -> bytes:
 
 
 def kind_of(path: Path, content: bytes) -> str:
-    """The kind of a saved result, which need not be one of `FORMS`.
+    """The `kind` field of a saved result; the value need not be a key of `FORMS`.
 
     Args:
         path: the source, for messages.
@@ -184,5 +184,5 @@ def _decoded(path: Path, content: bytes, form: type[T]) -> T:
 
 
 def named(path: Path) -> str:
-    """A path in one printable line."""
+    """A path as one line of printable text, for messages."""
     return str(path) if str(path).isprintable() else repr(str(path))

@@ -1,6 +1,7 @@
-"""Results that show themselves in a notebook.
+"""Rich display of results in notebooks.
 
-This package must not import the renderer, so `steadytorch/__init__.py` passes it to `show_with`.
+This package must not import the renderer, so `steadytorch/__init__.py` registers the renderer with
+`show_with`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _renderer: Callable[[Any], str] | None = None
 
 
 def show_with(renderer: Callable[[Any], str]) -> None:
-    """Set the function that makes HTML of a result.
+    """Set the function that renders a result as HTML.
 
     Args:
         renderer: from a result to a fragment of HTML.
@@ -22,10 +23,10 @@ def show_with(renderer: Callable[[Any], str]) -> None:
 
 
 class Shown:
-    """A result with rich display in notebooks."""
+    """Base class of results with rich display in notebooks."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        """The result as a fragment of HTML; None, for plain text, without a renderer."""
+        """The result as an HTML fragment; None if no renderer is set, for display as plain text."""
         return None if _renderer is None else _renderer(self)

@@ -1,4 +1,4 @@
-"""The signature of a call as data: every leaf of its arguments, and how they are nested."""
+"""Call signatures: the leaves of the nested arguments, and the nesting structure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One input: a tensor by its layout, anything else by its value.
+    """One leaf of the arguments: a tensor's layout, or the value of anything else.
 
     Attributes:
         path: where it stands in the arguments, such as `[0]` or `['mask']`.
@@ -31,7 +31,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan is specific to: every leaf of the arguments, and how they are nested."""
+    """The inputs that a plan is valid for: all leaves of the arguments, and their nesting."""
 
     leaves: tuple[Leaf, ...]
     structure: str
@@ -40,7 +40,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ", ".join(map(str, self.leaves))
 
     def on(self, device: str) -> Signature:
-        """The same inputs on another device type; moving dense tensors keeps their strides."""
+        """The same signature on another device type; moving dense tensors keeps their strides."""
         moved = (
             leaf if leaf.device is None else msgspec.structs.replace(leaf, device=device)
             for leaf in self.leaves

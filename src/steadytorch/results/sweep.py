@@ -1,4 +1,4 @@
-"""The result of a sweep: one row a workload."""
+"""The result of tuning a list of workloads (a sweep): one row per workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RowStatus = Literal["done", "failed", "running", "waiting"]
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One workload of a sweep.
+    """The state of one workload in a sweep.
 
     Attributes:
         workload: the line of the list, without its comment.
@@ -40,7 +40,7 @@ class SweepRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Sweep(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """A sweep, complete or not.
+    """The state of a sweep, complete or not.
 
     Attributes:
         list: path of the list.
@@ -53,5 +53,5 @@ class Sweep(Shown, msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[SweepRow, ...]
 
     def count(self, status: RowStatus) -> int:
-        """Number of rows with this status."""
+        """Number of rows with the given status."""
         return sum(row.status == status for row in self.rows)

@@ -1,4 +1,4 @@
-"""A series of results over commits as data."""
+"""Benchmark results over commits: series, and the changes detected in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steadytorch.results.shown import Shown
 
 
 class TrackPoint(msgspec.Struct, frozen=True):
-    """One result of a series.
+    """One benchmark result of a series.
 
     Attributes:
         label: short hash of the commit, or name of the file.
@@ -29,7 +29,7 @@ class TrackPoint(msgspec.Struct, frozen=True):
 
 
 class TrackChange(msgspec.Struct, frozen=True):
-    """A change of level.
+    """A detected change of the level of a series.
 
     Attributes:
         index: index of the first point at the new level.
@@ -69,7 +69,7 @@ class TrackSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """Series of results, and their changes.
+    """Series of benchmark results, with the changes detected in them.
 
     Attributes:
         alpha: probability of any false change in a series.
@@ -83,5 +83,5 @@ class TrackResult(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workload(self) -> str:
-        """All names, as a saved result is titled."""
+        """All workload names, comma-separated, as the title of a saved result."""
         return ", ".join(dict.fromkeys(each.workload for each in self.series))

@@ -1,4 +1,4 @@
-"""A search, or the plan replayed in its place, as data."""
+"""The result of a tuning search, or of replaying a stored plan, as data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Status = Literal["ok", "rejected", "failed", "skipped"]
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Measurement` without its samples. Times are ns per iteration.
+    """A `Measurement` without its samples. Times are in ns per iteration.
 
-    Attributes are those of `Measurement`; `samples` is their number.
+    Attributes mean the same as in `Measurement`; `samples` is the number of samples.
     """
 
     metric: str
@@ -27,7 +27,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gain(msgspec.Struct, frozen=True):
-    """The winner's speedup over the untouched workload, from pairs taken after the choice.
+    """The winner's speedup over the untouched workload, from pairs timed after it was chosen.
 
     Attributes:
         estimate: time of the baseline over time of the winner; None if it is not a number.
@@ -83,7 +83,7 @@ class CandidateResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptPlan(msgspec.Struct, frozen=True):
-    """The plan of a search.
+    """The plan that a search produced.
 
     Attributes:
         id: first digits of its key's digest.
@@ -99,7 +99,7 @@ class KeptPlan(msgspec.Struct, frozen=True):
 
 
 class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found; decoded as `Searched` or `Replayed`.
+    """The result of a tuning search; decoded as `Searched` or `Replayed`.
 
     Attributes:
         chosen: the winner's transforms.
@@ -145,17 +145,17 @@ class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[Measurement | Timing | None, Measurement | Timing | None]:
-        """The baseline and the winner."""
+        """Timings of the untouched baseline and of the winner."""
         raise NotImplementedError
 
     @property
     def winner_tried(self) -> CandidateResult | None:
-        """The winner as it was screened; None if no candidate has its name."""
+        """The winner's screening result; None if the winner is not among the candidates."""
         return self._tried(self.chosen)
 
     @property
     def untouched_tried(self) -> CandidateResult | None:
-        """The untouched workload as it was screened."""
+        """The untouched workload's screening result; None if it was not screened."""
         return self._tried(())
 
     def _tried(self, transforms: tuple[str, ...]) -> CandidateResult | None:
@@ -164,7 +164,7 @@ class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Searched(TuneReport, frozen=True, kw_only=True):
-    """A search, with all samples of the round that confirmed the choice.
+    """The result of a new search, with all samples of the round that confirmed the winner.
 
     Attributes:
         baseline: the untouched workload; None if it was not timed.
@@ -176,12 +176,12 @@ class Searched(TuneReport, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[Measurement | None, Measurement | None]:
-        """The baseline and the winner."""
+        """Timings of the untouched baseline and of the winner."""
         return self.baseline, self.winner
 
 
 class Replayed(TuneReport, frozen=True, kw_only=True):
-    """A stored plan; its evidence has no samples.
+    """The result of replaying a stored plan: timing summaries without samples.
 
     Attributes:
         baseline: the untouched workload, when the plan was made.
@@ -193,5 +193,5 @@ class Replayed(TuneReport, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[Timing, Timing]:
-        """The baseline and the winner."""
+        """Timings of the untouched baseline and of the winner."""
         return self.baseline, self.winner

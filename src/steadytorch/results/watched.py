@@ -1,4 +1,4 @@
-"""Watched steps as data: where time and variability of code that ran anyway went."""
+"""The result of watching a script's steps: where time goes, and why it varies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steadytorch.results.shown import Shown
 
 
 class LineShare(msgspec.Struct, frozen=True):
-    """A line of the user's code, seen by sampling.
+    """A line of the user's code, with its share of the stack samples.
 
     Attributes:
         slice: the slice that was running.
@@ -25,7 +25,7 @@ class LineShare(msgspec.Struct, frozen=True):
 
 
 class Watched(Shown, msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of watched steps went. Times are in ns of host time.
+    """Where the time of the watched steps went. Times are host times in ns.
 
     Attributes:
         unit: what a step is: `optimizer steps`, `batches`, `model calls` or `iterations`.
@@ -76,7 +76,7 @@ class Watched(Shown, msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool = False
 
     def mean_slices_ns(self) -> dict[str, float]:
-        """Slice to its mean time per step; they add up to the mean step."""
+        """Mean ns per step of each time slice; the values add up to the mean step time."""
         return {
             name: sum(values) / len(values) for name, values in self.slices_ns.items() if values
         }

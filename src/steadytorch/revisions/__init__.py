@@ -1,1 +1,1 @@
-"""Revisions of a git repository: their trees in temporary folders, and an environment for each."""
+"""Checks out git revisions into temporary folders, with a Python environment for each."""

@@ -1,4 +1,4 @@
-"""The interpreter of each revision, and the path on which it finds the revision's code."""
+"""Sets up the Python interpreter and import path that run each revision's code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LAYER = "_steadytorch_layer.pth"
 
 
 def shared_environment(root: Path, tree: Path, folder: Path) -> Interpreter:
-    """This process's interpreter, with a revision's tree first on the path.
+    """This process's interpreter, with a revision's tree first on the import path.
 
-    Every path entry within the working tree is replaced by the same folder of `tree`, so that code
-    of the working tree stays out of the base. Installed packages stay as they are.
+    Import path entries inside the working tree are redirected into `tree`, so that the revision
+    never imports working-tree code. Entries for installed packages stay unchanged.
 
     Args:
         root: the working tree.
@@ -32,7 +32,7 @@ def shared_environment(root: Path, tree: Path, folder: Path) -> Interpreter:
 
 
 def given_environment(python: str, tree: Path, folder: Path, scratch: Path) -> Interpreter:
-    """Another interpreter, with a revision's tree first on its path.
+    """An interpreter that the user chose, with a revision's tree first on its import path.
 
     Args:
         python: path of the Python executable.
@@ -54,7 +54,7 @@ def given_environment(python: str, tree: Path, folder: Path, scratch: Path) -> I
 def installed_environment(tree: Path, folder: Path, scratch: Path, what: str) -> Interpreter:
     """A fresh virtual environment with a revision installed by pip.
 
-    Packages that the revision does not ask for, or asks for at the version installed here, come
+    Packages that the revision does not require, or requires at the version installed here, come
     from this process's environment.
 
     Args:
@@ -78,7 +78,7 @@ def installed_environment(tree: Path, folder: Path, scratch: Path, what: str) ->
 
 
 def _code_of(tree: Path) -> list[str]:
-    """The folders of a tree that hold packages: `src`, if there is one, and the root."""
+    """The import path entries of a revision's tree: `src`, if present, and the root."""
     return [str(each) for each in (tree / "src", tree) if each.is_dir()]
 
 
@@ -91,7 +91,7 @@ def _moved(entry: str, root: Path, tree: Path) -> str:
 
 
 def _linked(scratch: Path) -> Path:
-    """A folder with nothing but this package, so that both sides are timed by the same code."""
+    """A folder that links to this package alone, so that the same code times both revisions."""
     only = scratch / "measuring"
     only.mkdir()
     (only / "steadytorch").symlink_to(Path(__file__).resolve().parents[1])
@@ -99,7 +99,7 @@ def _linked(scratch: Path) -> Path:
 
 
 def _cause(output: str) -> str:
-    """The line of pip's output that says why it failed: a build's last line, if a build failed."""
+    """The line of pip's output that explains a failure; the last build line if a build failed."""
     built = output.partition("[end of output]")
     lines = [line.strip() for line in built[0].splitlines() if line.strip()]
     return lines[-1][:300] if built[1] and lines else error_line(output)

@@ -20,7 +20,7 @@ _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 
 
 class Repository(NamedTuple):
-    """A repository with a working tree.
+    """A git repository with a working tree.
 
     Attributes:
         root: absolute path of the working tree, links resolved.
@@ -61,21 +61,21 @@ class Repository(NamedTuple):
         return done.stdout.strip()
 
     def changed(self) -> tuple[str, ...]:
-        """Files that differ from HEAD, untracked ones included, ignored ones not."""
+        """Files that differ from HEAD, including untracked files but not ignored files."""
         listed = self._must(
             "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all"
         ).split("\0")
         return tuple(entry[3:] for entry in listed if entry)
 
     def has_submodules(self) -> bool:
-        """Whether the working tree names submodules; worktrees are made without them."""
+        """Whether the repository has submodules, which temporary worktrees lack."""
         return (self.root / ".gitmodules").exists()
 
     @contextlib.contextmanager
     def worktree(self, commit: str, name: str) -> Iterator[Path]:
         """Checks a commit out into a temporary folder; removes it when the block ends.
 
-        Any number of processes may do so at the same time.
+        Several processes may check out commits at the same time.
 
         Args:
             commit: hash of the commit.
@@ -100,7 +100,7 @@ class Repository(NamedTuple):
             run_git(self.root, "worktree", "prune")
 
     def copy_onto(self, tree: Path) -> None:
-        """Makes a worktree of HEAD equal to the working tree, untracked files included."""
+        """Copies uncommitted changes, including untracked files, onto a worktree of HEAD."""
         for name in self.changed():
             ours, theirs = self.root / name, tree / name
             if name.endswith("/"):  # an untracked repository
@@ -146,7 +146,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def error_line(text: str, marks: Sequence[str] = ("fatal:", "error:", "ERROR:")) -> str:
-    """The first line that reports an error, or else the last line, at most 300 characters."""
+    """The first line of output that reports an error, else the last; cut to 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     marked = [line for line in lines if line.startswith(tuple(marks))]
     return (marked or lines[-1:] or [""])[0][:300]

@@ -1,1 +1,1 @@
-"""Tools to copy, trace and rewrite a model, shared by transforms."""
+"""Tools to copy, trace and rewrite models, shared by the transforms."""

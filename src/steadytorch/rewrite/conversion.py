@@ -1,4 +1,4 @@
-"""Converts the tensors in arguments and outputs, in a way that Dynamo can trace."""
+"""Converts the tensors in a model's arguments and outputs, with code that Dynamo can trace."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HALF_TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 
 
 class Converting(nn.Module):
-    """A model that converts its arguments at every call; callers pass the original inputs.
+    """A wrapper that converts the arguments of a model at every call; callers pass original inputs.
 
-    If the inner model writes to a list or dict argument, the values are converted back and written
-    to the caller's object.
+    If the inner model writes to a list or dict argument, the new values are converted back and
+    stored in the caller's object.
 
     Args:
         inner: the model.
@@ -37,15 +37,16 @@ class Converting(nn.Module):
         self._give_back: Callable[..., Any] = BorrowedArguments.give_back
 
     def lend_uncompiled(self) -> None:
-        """Hide containers from the compiler.
+        """Hide containers (lists and dicts) among the arguments from torch.compile.
 
-        They are tracked by identity, and guards on identity would recompile at every call.
+        Containers are tracked by object identity, and guards on identity would recompile at every
+        call.
         """
         self._lend = torch.compiler.disable(BorrowedArguments)
         self._give_back = torch.compiler.disable(BorrowedArguments.give_back)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner model on converted arguments."""
+        """Run the inner model on the converted arguments."""
         if holds_containers((*args, *kwargs.values())):
             borrowed = self._lend((args, kwargs), self.convert)
             return self._give_back(borrowed, _called(self.inner, borrowed.arguments), self.back)
@@ -59,17 +60,17 @@ def _called(model: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[st
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert the dtype and keep the strides, even with gaps or overlaps."""
+    """Convert the dtype of a tensor; keep its strides, even if elements overlap or leave gaps."""
     return _as_strided(tensor.to(dtype), tensor)
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor and keep its strides, even with gaps or overlaps."""
+    """Copy a tensor and keep its strides, even if its elements overlap or leave gaps in memory."""
     return _as_strided(tensor.clone(), tensor)
 
 
 def restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Copy a tensor to other strides, even with gaps or overlaps.
+    """Return a tensor with the given strides, even if these make elements overlap or leave gaps.
 
     Args:
         values: the tensor.
@@ -80,7 +81,7 @@ def restrided(values: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _as_strided(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `values` with the strides of `like`, copied only if they differ."""
+    """Return `values` with the strides of `like`, copied only if the strides differ."""
     if like.layout != torch.strided or values.stride() == like.stride():
         return values
     # Store an expanded dimension once.

@@ -1,4 +1,4 @@
-"""Copies a module tree; the copy shares all tensors that the transform does not change."""
+"""Copies a module tree; the copy shares all tensors that the conversion leaves unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MOST_OWN_BYTES = 64 << 20
 def copy_with(
     model: ModuleT, convert: Callable[[torch.Tensor], torch.Tensor], apart: bool = False
 ) -> ModuleT:
-    """Copy the modules, and only those tensors that `convert` changes.
+    """Copy a module tree; share all tensors except those that `convert` changes.
 
     A parameter that appears under several names is converted once, so tied weights stay tied.
-    Replacing layers of the copy does not affect the original; writing to a shared tensor does.
+    Replacing layers of the copy does not affect the original, but writing to a shared tensor does.
 
-    The copy calls the caller's hooks, which write to the same objects as before. Objects that the
-    model itself holds are an exception: in bound methods and `partial` arguments of hooks, their
-    copies replace them. The copy's `forward` may read what hooks wrote there.
+    The copy calls the same hooks as the original, and the hooks write to the same objects.
+    Exception: a hook that is a bound method or `partial` of an object inside the model uses the
+    copied object. Thus the copy's `forward` can read what the hook wrote to an object of the model.
 
     Args:
         model: the module to copy; it and its tensors stay unchanged.
@@ -67,10 +67,10 @@ def copy_with(
 
 
 def twin(model: ModuleT) -> ModuleT:
-    """Copy the modules; both trees share their parameter and buffer registries.
+    """Copy a module tree; the copy and the original share parameter and buffer registries.
 
-    A tensor assigned to or converted in one tree changes in both. Training the copy trains the
-    model.
+    Assigning or converting a tensor in either the copy or the original changes it in both. Training
+    the copy trains the original model.
 
     Args:
         model: the module to copy; scripted modules in it get their own tensors.
@@ -110,7 +110,7 @@ def _registries(model: nn.Module) -> Iterator[tuple[nn.Module, str, dict[int, An
 
 
 def _keep(hook: Any, memo: dict[int, Any]) -> None:
-    """Make a hook's copy refer to the same objects, except those already copied."""
+    """Make the copy of a hook refer to the original objects, except those already copied."""
     if isinstance(hook, partial):
         for part in (hook.func, *hook.args, *hook.keywords.values()):
             _keep(part, memo)

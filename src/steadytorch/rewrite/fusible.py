@@ -34,7 +34,7 @@ _GIVES_TENSOR = (
 
 
 class Pooled(NamedTuple):
-    """A ReLU and the pooling that is its only consumer."""
+    """A ReLU and the max pooling that is its only consumer."""
 
     relu: torch.fx.Node
     pool: torch.fx.Node
@@ -42,7 +42,7 @@ class Pooled(NamedTuple):
 
 
 class Stem(NamedTuple):
-    """A few-channel convolution whose output only goes to a `Pooled`.
+    """A convolution of few channels whose output feeds only a ReLU with max pooling.
 
     Attributes:
         conv: the convolution.
@@ -70,7 +70,7 @@ class Residual(NamedTuple):
 
 
 class Layers:
-    """A traced model with look-ups for what its nodes call.
+    """A traced model, with lookups from graph nodes to the layers or functions they call.
 
     Args:
         model: the module that the graph refers to.
@@ -90,7 +90,7 @@ class Layers:
         self._read = {n.target for n in self.nodes if n.op == "get_attr"}
 
     def called(self, node: torch.fx.Node) -> Any:
-        """Return the layer, function or method name that a node calls; None for a hooked layer."""
+        """Return the layer, function or method name that a node calls; None if it has hooks."""
         found = self.modules[str(node.target)] if node.op == "call_module" else node.target
         return None if isinstance(found, nn.Module) and is_hooked(found) else found
 
@@ -105,7 +105,7 @@ class Layers:
                 yield Pooled(relu, pool, window)
 
     def stems(self, folded: frozenset[str] = frozenset()) -> Iterator[Stem]:
-        """Yield each few-channel convolution before a `Pooled`.
+        """Yield each convolution of few channels that feeds only a ReLU with max pooling.
 
         Args:
             folded: names of batch norms that can be folded into their convolution.
@@ -129,7 +129,7 @@ class Layers:
                 yield Residual(add, relu, self._biased(add))
 
     def _window(self, node: torch.fx.Node) -> tuple[Any, ...] | None:
-        """Return the window arguments of a max pooling for `relu_max_pool2d`; None otherwise."""
+        """Return the arguments of a max pooling for `relu_max_pool2d`; None for other nodes."""
         called = self.called(node)
         if node.op == "call_module" and type(called) is nn.MaxPool2d:
             arguments = {name: getattr(called, name) for name in _NAMES if name != "input"}
@@ -159,7 +159,7 @@ class Layers:
         return called in ("relu_", torch.relu_, F.relu_)
 
     def is_idle(self, node: torch.fx.Node) -> bool:
-        """Whether a node is an identity."""
+        """Whether a node calls an `nn.Identity`."""
         return node.op == "call_module" and type(self.called(node)) is nn.Identity
 
     def _kind(self, node: torch.fx.Node) -> Any:
@@ -168,7 +168,7 @@ class Layers:
         return type(called) if node.op == "call_module" else called
 
     def _is_new(self, node: torch.fx.Node) -> bool:
-        """Whether nothing else sees this node's memory, so that skipping a write to it is safe."""
+        """Whether no other node sees this node's output memory, so that a write can be skipped."""
         while len(node.users) == 1:
             if not self.is_idle(node):
                 return self._kind(node) in _MAKES_NEW

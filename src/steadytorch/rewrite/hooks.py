@@ -1,4 +1,4 @@
-"""Finds hooks, per module and global, that a replacement of the model might not call."""
+"""Finds module hooks and global hooks that a rewritten model might not call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OWN = "steadytorch."
 def hooks_on_all() -> tuple[Any, ...]:
     """Return the global hooks, which run around every module of the process.
 
-    This package's own are left out: they only observe, and need not see a graph's layers
-    (`benchmark_mode` counts the convolutions that PyTorch runs).
+    This package's own hooks are left out, since they only observe: `benchmark_mode`, for example,
+    counts the convolutions that PyTorch runs.
     """
     return tuple(
         hook
@@ -31,7 +31,7 @@ def hooks_on_all() -> tuple[Any, ...]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return a module's own forward hooks; a scripted module may lack the attributes."""
+    """Return a module's own forward hooks; empty if a scripted module lacks hook attributes."""
     return [hook for name in FORWARD for hook in vars(module).get(name, {}).values()]
 
 

@@ -75,7 +75,7 @@ class Separable(NamedTuple):
 
     @property
     def nodes(self) -> tuple[torch.fx.Node, ...]:
-        """All nodes that the operator replaces, in graph order."""
+        """All nodes that the fused operator replaces, in graph order."""
         return (*(() if self.product is None else (self.product,)), self.layer, *self.after)
 
 
@@ -84,11 +84,12 @@ def separables(
 ) -> Iterator[Separable]:
     """Yield each layer that can be fused, with the nodes that fuse with it.
 
-    Left out are pointwise convolutions on one-pixel images (as in squeeze-and-excitation), those
-    without an adjacent operation to fuse, and few-channel ones without an activation.
+    Pointwise convolutions on one-pixel images (as in squeeze-and-excitation) or without an adjacent
+    operation to fuse are skipped. Few-channel convolutions without an activation are skipped.
 
-    A Linear needs an activation, an intensity of at most `MOST_INTENSE`, and more rows than its
-    intensity: with fewer, reading the weight dominates.
+    A Linear needs an activation and an arithmetic intensity of at most `MOST_INTENSE`. A Linear
+    also needs at least as many rows as its intensity: with fewer rows, reading the weight
+    dominates.
 
     Args:
         layers: the model and its graph.
@@ -176,7 +177,7 @@ def _seen(layers: Layers, workload: Workload) -> Seen:
 
 
 class _Finder:
-    """Matches the nodes around single layers; arguments as in `separables`."""
+    """Finds the nodes to fuse with a layer; `folded` and `taken` are as in `separables`."""
 
     def __init__(
         self, layers: Layers, seen: Seen, folded: Set[str], taken: Set[torch.fx.Node]
@@ -185,7 +186,7 @@ class _Finder:
         self._order = {node: place for place, node in enumerate(layers.nodes)}
 
     def found(self, node: torch.fx.Node, sums: Set[torch.fx.Node]) -> Separable | None:
-        """Return the match for a layer, or None; `sums` are already fused elsewhere."""
+        """Return the fusion match for a layer, or None; the nodes in `sums` are already fused."""
         layer, shape = self._layers.called(node), self._seen[node][0]
         if type(layer) is nn.Linear:
             found = self._activated(Separable(node))
@@ -280,9 +281,10 @@ class _Finder:
         return self._layers.is_idle(node) or _is_idle_depth(node)
 
     def _is_quiet(self, found: Separable) -> bool:
-        """Whether no other node writes to a tensor between the first and last of these nodes.
+        """Whether no other node writes to a tensor between the first and last node of a match.
 
-        The operator replaces the last node, and reads all their inputs at that point.
+        The fused operator replaces the last node, so it reads all inputs of the match at that
+        point.
         """
         first, last = self._order[found.nodes[0]], self._order[found.nodes[-1]]
         between = [n for n in self._layers.nodes[first:last] if n not in found.nodes]
@@ -290,7 +292,7 @@ class _Finder:
 
 
 def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
-    """Whether it calls a layer of a supported kind."""
+    """Whether a node calls a layer of a kind that `separables` can fuse."""
     layer: Any = layers.called(node)
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return False
@@ -311,13 +313,13 @@ def _is_separable(layers: Layers, node: torch.fx.Node) -> bool:
 
 
 def _is_bound_by_memory(linear: nn.Linear, rows: int = MOST_INTENSE) -> bool:
-    """Whether reading and writing its rows dominates its time."""
+    """Whether reading inputs and writing outputs dominates the time of a Linear."""
     inputs, outputs = linear.in_features, linear.out_features
     return inputs * outputs <= min(rows, MOST_INTENSE) * (inputs + outputs)
 
 
 def _is_idle_depth(node: torch.fx.Node) -> bool:
-    """Whether it is torchvision's stochastic depth, an identity outside of training."""
+    """Whether a node is torchvision's stochastic depth in evaluation mode, an identity."""
     home, name = (getattr(node.target, of, None) or "" for of in ("__module__", "__name__"))
     known = name == "stochastic_depth" and home.startswith("torchvision.")
     return known and node.args[3:] == (False,) and not node.kwargs

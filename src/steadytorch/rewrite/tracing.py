@@ -92,13 +92,13 @@ def _trace(model: nn.Module, constants: dict[str, Any]) -> torch.fx.Graph:
 
 
 def _would_change(value: Any) -> bool:
-    """Whether torch.fx would refuse a container, or turn it into one of another class."""
+    """Whether torch.fx would reject a container, or convert it to another class."""
     known = type(value) in pytree.SUPPORTED_NODES and type(value) not in (tuple, list, dict)
     return known or is_closed(value)
 
 
 def _taken_apart(container: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Return the leaves of a container, and a function that makes an equal container of them."""
+    """Return the leaves of a container, and a function that rebuilds the container from leaves."""
     leaves, structure = pytree.tree_flatten(opened(container))
 
     def make(*held: Any) -> Any:
@@ -108,7 +108,7 @@ def _taken_apart(container: Any) -> tuple[list[Any], Callable[..., Any]]:
 
 
 def _constants(workload: Workload) -> dict[str, Any]:
-    """Return the non-tensor arguments, defaults included: they select the traced branch."""
+    """Return the non-tensor arguments, defaults included, which select the branches to trace."""
     bound = inspect.signature(workload.model.forward).bind(*workload.inputs, **workload.kwargs)
     bound.apply_defaults()
     return {

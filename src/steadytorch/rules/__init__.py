@@ -1,7 +1,7 @@
-"""Registry of rules, and settlement of overlapping claims.
+"""Registry of the diagnostic rules; resolves overlaps between their findings.
 
-The order is claim priority: specific rules come before general ones, so that a pageable copy is not
-counted again under `copies`.
+Rules are registered by priority: specific rules claim time before general ones, so that a pageable
+copy is not counted again under `copies`.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ REGISTRY: dict[str, Rule] = {
 
 
 def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
-    """Run every rule on a case.
+    """Run every diagnostic rule on the collected evidence (a case).
 
-    Where findings claim the same ledger slices, earlier rules claim first. Recoverable times
-    together never exceed these slices.
+    If findings claim time in the same ledger slices, rules earlier in `REGISTRY` take precedence.
+    All recoverable times together never exceed the time in the claimed slices.
 
     Returns:
         Findings: a leak first, as it ends the run, then by recoverable time and by cost, largest
@@ -130,7 +130,7 @@ def _rank(finding: Finding) -> tuple[bool, bool, int, int]:
 
 
 def _settled(found: list[Finding], ledger: Ledger | None) -> list[Finding]:
-    """Cut claims, in order, down to the time left in their slices."""
+    """Limit each finding's recoverable time to what earlier findings left in its slices."""
     if ledger is None:
         return found
     left = {name: int(ledger.mean(name)) for name in ledger.names}

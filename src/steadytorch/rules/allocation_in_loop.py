@@ -1,4 +1,4 @@
-"""Find memory allocated from the driver or the operating system in steady steps."""
+"""Find memory that steady-state steps allocate from the driver or the operating system."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CALLS = (
 
 
 def rule(case: Case) -> Verdict:
-    """Report steady-step allocations that PyTorch's caching allocator should serve; any counts.
+    """Report driver or system allocations in steady-state steps; on a GPU, one is enough.
 
-    On a GPU these are driver calls, which may wait for the device. They appear in the trace, or as
-    segments that the allocator requested while samples were taken. On a CPU this is memory that
-    returns to the system after each use and is faulted in again page by page.
+    On a GPU, the allocations are driver calls, which may wait for the device. GPU allocations
+    appear in the trace, or as segments that PyTorch's caching allocator requested during timing. On
+    a CPU, memory is returned to the system after each use and faulted in again page by page.
 
     Source: "Memory management", CUDA semantics, PyTorch documentation; for the CPU "Utilize memory
     allocators", PyTorch Performance Tuning Guide.
@@ -56,7 +56,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _segments(samples: Samples) -> int | None:
-    """Segments requested or released while steady; 0 if the second half has none."""
+    """Allocator segments requested or released; 0 if the samples' second half has none."""
     rises = samples.rises("allocator_device_calls")
     if rises is None:
         return None

@@ -1,4 +1,4 @@
-"""Find cuDNN or Triton autotuning in steady steps."""
+"""Find cuDNN or Triton autotuning in steady-state steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TIMING = r"(cuda|cu|hip)Event(ElapsedTime|Synchronize)\w*"
 
 @dataclass(frozen=True, eq=False)
 class _Tuned:
-    """Convolutions that ran autotuning. Arrays have shape (operators,).
+    """Convolutions that ran autotuning. Arrays have shape (convolutions,).
 
     Attributes:
         rows: the convolutions.
@@ -51,10 +51,10 @@ class _Tuned:
 
 
 def rule(case: Case) -> Verdict:
-    """Report convolutions that launch many distinct kernels, and Triton's autotuner by name.
+    """Report convolutions that launch many distinct kernels, and calls of Triton's autotuner.
 
     cuDNN's benchmark mode compares algorithms at every new input shape, which pays only if shapes
-    recur. Any autotuning in a steady step counts.
+    recur. A single autotuning run in a steady-state step is reported.
 
     Source: "Enable cuDNN auto-tuner", PyTorch Performance Tuning Guide;
     `torch.backends.cudnn.benchmark_limit`, PyTorch documentation.
@@ -97,7 +97,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _tuned(trace: Trace, device: int) -> _Tuned:
-    """Convolutions that launched more kernels, and more distinct ones, than one needs."""
+    """Convolutions that launched more kernels, and more distinct kernels, than they need."""
     events = trace.events
     operators = by_name(trace, (Category.CPU_OP,), _CONVOLUTION)
     kernels = gpu_rows(trace, device)

@@ -26,12 +26,12 @@ _GRAPH = r"(cuda|cu)GraphLaunch\w*"
 
 
 def rule(case: Case) -> Verdict:
-    """Report the mode if it is on without effect, on too late, or off where convolutions dominate.
+    """Report if benchmark mode has no effect, came too late, or is off with costly convolutions.
 
-    When on, the mode chooses only for convolutions that cuDNN runs, and only for shapes that have
-    not run before: PyTorch caches one engine per shape, however it was chosen (`Conv_v8.cpp`). When
-    off, PyTorch takes the first engine that cuDNN's heuristics suggest. Changing input shapes are
-    the finding `autotuning-in-loop`.
+    Benchmark mode chooses engines only for convolutions that cuDNN runs, at shapes that have not
+    run before. PyTorch caches one engine per shape, even if it was chosen without benchmark mode
+    (`Conv_v8.cpp`). With benchmark mode off, PyTorch takes the first engine that cuDNN's heuristics
+    suggest. The rule `autotuning-in-loop` covers changing input shapes.
 
     Source: "Enable cuDNN auto-tuner", PyTorch Performance Tuning Guide; `torch.backends.cudnn`,
     PyTorch documentation.
@@ -88,7 +88,7 @@ def _information(**fields: Any) -> Finding:
 
 
 def _nothing_to_choose(trace: Trace, ledger: Ledger, rows: np.ndarray) -> str | None:
-    """Why the mode has no convolution to choose for; None if it has one or this is unknown."""
+    """Why benchmark mode has no convolution to tune; None if it has one or this is unknown."""
     if ledger.kind != "gpu":
         return "the steps ran on the CPU"
     if len(rows) or len(by_name(trace, CALLS, _GRAPH)):  # a graph launch hides its operators
@@ -124,7 +124,7 @@ def _first_suggestions(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[
 
 
 def _shapes(trace: Trace, ledger: Ledger, rows: np.ndarray) -> set[str]:
-    """Shapes of the convolutions, if they are the same in several steps; else empty."""
+    """Input shapes of the convolutions, if equal in all of several steps; empty otherwise."""
     places = steps_of(ledger, trace.events.start_ns[rows])
     found: list[set[str]] = [set() for _ in ledger.steps]
     for row, place in zip(rows.tolist(), places.tolist(), strict=True):
@@ -136,7 +136,7 @@ def _shapes(trace: Trace, ledger: Ledger, rows: np.ndarray) -> set[str]:
 
 
 def _spent(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, int]:
-    """Kernel time launched by these operators, and of all kernels, in ns."""
+    """Kernel time launched by the given operators, and time of all kernels, in ns."""
     seen, operators = launches_of(trace, ledger), operators_of(trace)
     mine = np.zeros(len(trace.events), dtype=bool)
     mine[rows] = True

@@ -28,7 +28,7 @@ _BIAS, _TRAINING = 2, 5
 
 
 class _Pair(NamedTuple):
-    """Rows of a convolution with a bias and of the batch norm after it."""
+    """Trace rows of a convolution with a bias and of the batch norm after it."""
 
     convolution: int
     batch_norm: int
@@ -86,7 +86,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _outermost(operators: Operators, chosen: np.ndarray) -> np.ndarray:
-    """Rows of the chosen operators that no other chosen operator calls."""
+    """Trace rows of the chosen operators that no other chosen operator calls."""
     above = operators.parent[chosen]
     inside = np.zeros(len(chosen), dtype=bool)
     inside[chosen] = np.where(above >= 0, operators.nearest(chosen)[above] >= 0, False)
@@ -108,9 +108,9 @@ def _pairs(trace: Trace, convolutions: np.ndarray) -> list[_Pair]:
 
 
 def _next(trace: Trace, rows: list[int]) -> int | None:
-    """The next operator, if it is a batch norm.
+    """Trace row of the next operator, if it is a batch norm; None otherwise.
 
-    In training, an increment of its batch counter may come between.
+    In training, the increment of `num_batches_tracked` may come before the batch norm.
     """
     for row in rows:
         name = trace.name_of(row)
@@ -149,7 +149,7 @@ def _trains(trace: Trace, pair: _Pair) -> bool:
 
 
 def _cost_ns(trace: Trace, ledger: Ledger, pairs: list[_Pair]) -> int:
-    """Time of the kernels in these convolutions that only add a bias."""
+    """Time of kernels that only add a bias within the given convolutions, in ns."""
     if ledger.kind != "gpu":
         return 0
     seen, operators = launches_of(trace, ledger), operators_of(trace)

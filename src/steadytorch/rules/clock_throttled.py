@@ -67,13 +67,13 @@ class _Clock:
 
 
 def rule(case: Case) -> Verdict:
-    """Report a clock that power or heat holds down, and samples that follow the clock.
+    """Report a GPU clock that power or heat holds down, and step times that follow the clock.
 
-    A constant limit costs time; one that comes and goes adds variance. Only power and heat limits
-    count: an idle GPU, or a clock that a user set, is not throttling. The clock comes from the
-    cycle counter if there is one, else from NVML. Samples that follow a counted clock are reported
-    whatever reason NVML gives. Without any clock, steps that only get slower count as a sign of
-    heat.
+    A constant clock limit costs time; an intermittent clock limit adds variance. Only power and
+    heat limits count: an idle GPU, or a clock that a user set, is not throttling. The clock
+    frequency comes from the GPU's cycle counter if available, else from NVML. Step times that
+    follow the cycle counter's clock are reported whatever reason NVML gives. If no clock was
+    recorded, steps that only get slower count as a sign of heat.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
     """
@@ -95,7 +95,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _is_counted(samples: Samples) -> bool:
-    """Whether the cycle counter gives the clock over enough samples."""
+    """Whether the cycle counter gives the clock for enough samples (`LEAST_KNOWN`)."""
     clocks = samples.clocks_mhz
     return clocks is not None and bool(np.mean(clocks > 0) >= LEAST_KNOWN)
 
@@ -121,11 +121,11 @@ def _clock(samples: Samples) -> _Clock:
 
 
 def followed(times: np.ndarray, clocks: np.ndarray) -> float:
-    """Share of the samples' variance that the clock explains; 0 if this may be chance.
+    """Share of the samples' variance that the clock explains; 0 if the fit may be chance.
 
-    One reading spans several samples, so readings are the unit of the test. Drifting series always
-    correlate. So either the residuals of the fit must not drift, or samples must follow the clock
-    in their changes from reading to reading.
+    One clock reading spans several samples, so the significance test counts readings. Two drifting
+    series always correlate. Therefore, either the fit's residuals must not drift, or changes of the
+    times must follow changes of the clock between readings.
 
     Args:
         times: sample times in ns, shape (samples,).
@@ -155,7 +155,7 @@ def followed(times: np.ndarray, clocks: np.ndarray) -> float:
 
 
 def _is_certain(x: np.ndarray, y: np.ndarray, worth: float) -> bool:
-    """Whether a correlation over `worth` independent pairs is beyond chance."""
+    """Whether a correlation is significant, given `worth` independent pairs."""
     if worth < LEAST_READINGS:
         return False
     found = _correlation(x, y)
@@ -163,12 +163,12 @@ def _is_certain(x: np.ndarray, y: np.ndarray, worth: float) -> bool:
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson correlation; 0 if one side is constant."""
+    """Pearson correlation; 0 if one of the two series is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
 class _Wording(NamedTuple):
-    """Wording for a clock that is held, or that moves for an unknown reason."""
+    """Texts of the finding on a clock that is held down, or moves for an unknown reason."""
 
     title: str
     evidence: str

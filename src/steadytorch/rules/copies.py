@@ -1,4 +1,4 @@
-"""Find many copies, or long copies that no kernel hides."""
+"""Find steps with many copies, or with long copies that do not overlap with kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KIND = re.compile(r"[HDP]to[HDP]|PtoP", re.IGNORECASE)
 
 
 def rule(case: Case) -> Verdict:
-    """Report copies to, from or within devices that are many or that no kernel hides.
+    """Report copies to, from or within devices if they are many or do not overlap with kernels.
 
     Source: CUDA C++ Best Practices Guide, "Data transfer between host and device" (batch small
     transfers) and "Asynchronous and overlapping transfers with computation".
@@ -59,7 +59,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _evidence(seen: Launches, chosen: np.ndarray) -> tuple[str, ...]:
-    """One line per direction, longest first."""
+    """One line of evidence per copy direction, longest total time first."""
     kinds: dict[str, np.ndarray] = {}
     for index in np.unique(seen.trace.events.name[seen.rows[chosen]]):
         found = _KIND.search(seen.trace.names[index])

@@ -37,7 +37,7 @@ _POOLS = (
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """Four signs of contention as shares of the time; None where not recorded.
+    """Four signs of CPU contention, as shares of the measured time; None if not recorded.
 
     Attributes:
         wait: time of the measured thread ready to run without a core.
@@ -55,7 +55,7 @@ class _Load:
 
     @property
     def found(self) -> bool:
-        """Whether any share exceeds that of a quiet machine."""
+        """Whether any sign of contention exceeds its level on a quiet machine."""
         return (
             (self.wait or 0.0) >= LEAST_WAIT
             or self.pool
@@ -65,25 +65,25 @@ class _Load:
 
     @property
     def pool(self) -> bool:
-        """Whether operators wait for one of their threads, which has no core."""
+        """Whether operators wait for a pool thread that has no core to run on."""
         return (self.pool_wait or 0.0) >= LEAST_POOL_WAIT
 
     @property
     def share(self) -> float:
-        """Estimated cost: the largest of the four, since they see the same time."""
+        """Estimated share of time lost: the largest of the four signs, since the signs overlap."""
         return max(self.wait or 0.0, self.pool_wait or 0.0, self.late, self.steal or 0.0)
 
 
 def rule(case: Case) -> Verdict:
-    """Report time lost for want of a core.
+    """Report time lost because no CPU core was available.
 
-    Context switches happen on every machine, and their number proves nothing. Run-queue time is the
-    kernel's own account ("Scheduler Statistics", Linux documentation, the second field of
-    /proc/<pid>/schedstat). It counts only where a host delay delays the step; a GPU-bound step has
-    only its outliers.
+    Context switches happen on every machine, so their number is no evidence. The time without a
+    core is the run-queue time in the second field of /proc/<pid>/schedstat ("Scheduler Statistics",
+    Linux documentation). Run-queue time counts only in host-bound steps; in GPU-bound steps, only
+    outliers and stolen CPU time count.
 
-    An operator on several threads ends when its last thread does, so the longest wait of one thread
-    is a lower bound of the time lost.
+    A multi-threaded operator ends with its slowest thread, so the longest wait of any thread is a
+    lower bound of the lost time.
     """
     samples = samples_of(case)
     if samples is None:

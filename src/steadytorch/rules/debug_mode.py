@@ -11,7 +11,7 @@ LEAST_SHARE = 0.5
 
 
 def rule(case: Case) -> Verdict:
-    """Report modes that slow every step: anomaly detection, a profiler, blocking launches.
+    """Report debugging modes that slow each step: anomaly detection, profiler, blocking launches.
 
     Source: "Disable debugging APIs", PyTorch Performance Tuning Guide; CUDA_LAUNCH_BLOCKING, CUDA
     C++ Programming Guide.

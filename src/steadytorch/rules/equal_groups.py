@@ -13,7 +13,7 @@ FEWEST = 4
 
 
 def rule(case: Case) -> Verdict:
-    """Report parameter groups that could be one: each takes launches of its own.
+    """Report parameter groups that could be merged, since each group launches its own operators.
 
     Source: PyTorch, `torch.optim`, "per-parameter options": a step runs the implementation once for
     each group.
@@ -65,9 +65,10 @@ def rule(case: Case) -> Verdict:
 
 
 def _lasting(seen: OptimizerWork, groups: int) -> float:
-    """Share of the operators that would remain with fused=True, which runs one per group.
+    """Share of optimizer operators left with fused=True, which runs one operator per group.
 
-    Fusing saves the rest without merging groups, so the rules about unfused optimizers claim it.
+    Fusing removes the other operators without merging groups, so the rules about unfused optimizers
+    claim that saving.
     """
     if any("_fused_" in name for name in seen.several):
         return 1.0

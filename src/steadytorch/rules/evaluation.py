@@ -13,8 +13,8 @@ LEAST_SHARE = 0.2
 def rule(case: Case) -> Verdict:
     """Report module calls without gradients that take much of the time of a training script.
 
-    They count towards the step in which they run. Source: "Performance Tuning Guide", PyTorch
-    tutorials, on validation and inference without gradients.
+    Calls without gradients count towards the step in which they run. Source: "Performance Tuning
+    Guide", PyTorch tutorials, on validation and inference without gradients.
     """
     steps = case.watched
     if steps is None:

@@ -26,10 +26,10 @@ _SLICE = {"gpu": "idle_gc", "cpu": "cpu_gc"}
 
 
 def rule(case: Case) -> Verdict:
-    """Report pauses of the collector, as announced by `gc.callbacks` (Python documentation).
+    """Report garbage collector pauses, as recorded by `gc.callbacks` (Python documentation).
 
-    Unprofiled samples come first, since a profiler creates objects of its own; the trace is the
-    fallback. Collections that a GPU-bound step hides cost nothing.
+    Samples taken without the profiler are preferred, since a profiler creates objects itself; the
+    trace is the fallback. Collections that a GPU-bound step hides cost nothing.
     """
     samples = samples_of(case)
     if samples is not None:
@@ -71,7 +71,7 @@ def _in_samples(samples: Samples) -> Verdict:
 
 
 def _running(recording: Recording, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Running time of the collections, without waits for a core."""
+    """Running times of the collections in ns, without time spent waiting for a CPU core."""
     if recording.wait_ns is None:
         return lengths
     at, waited = (

@@ -18,11 +18,11 @@ _SHOWN = 3
 
 
 def rule(case: Case) -> Verdict:
-    """Report code that ends one graph, runs in Python, and begins the next.
+    """Report graph breaks: code that ends one compiled graph, runs in Python and begins another.
 
-    Dynamo's own break counts and reasons decide if the capture holds them. A trace shows breaks as
-    well: code after a break runs as a region *within* the region of the function that broke.
-    Consecutive regions are separately compiled functions, not breaks.
+    Dynamo's own break counts and reasons take precedence if they were captured. In a trace, code
+    after a break runs as a compiled region *within* the region of the function that broke.
+    Consecutive compiled regions are separately compiled functions, not graph breaks.
 
     Source: "Graph Breaks", torch.compile programming model, PyTorch documentation.
     """
@@ -45,7 +45,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _reasons(counted: object) -> tuple[str, ...]:
-    """One-line reasons, most frequent first."""
+    """Graph break reasons, one line each, most frequent first."""
     if isinstance(counted, Mapping):
         ordered = sorted(counted.items(), key=lambda item: -item[1])
         return tuple(f"{_line(reason)} ({many(count, 'time')})" for reason, count in ordered)
@@ -59,7 +59,7 @@ def _line(reason: object) -> str:
 
 
 def _nested(case: Case) -> np.ndarray:
-    """Rows of compiled regions that run within another region."""
+    """Trace rows of compiled regions that run within another compiled region."""
     if case.trace is None:
         return np.empty(0, np.int64)
     trace = case.trace

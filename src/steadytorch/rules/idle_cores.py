@@ -10,9 +10,9 @@ _PARALLEL = ("forward", "backward", "optimizer", "evaluation")
 
 
 def rule(case: Case) -> Verdict:
-    """Report operators that may use at most half of the cores that the process has.
+    """Report if PyTorch's operators may use at most half of the cores available to the process.
 
-    `torchrun` sets OMP_NUM_THREADS=1 for each process unless told otherwise. Source:
+    `torchrun` sets OMP_NUM_THREADS=1 for each process unless the variable is already set. Source:
     `torch.distributed.run`, "Note on OMP_NUM_THREADS"; "CPU threading and TorchScript inference",
     PyTorch documentation.
     """

@@ -28,7 +28,7 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class _After:
-    """Calls after one pause: their median, and whether chance explains the difference."""
+    """Calls after pauses of one length: median time, and whether chance explains a slowdown."""
 
     pause_ms: float
     after_ns: float
@@ -36,11 +36,12 @@ class _After:
 
 
 def rule(case: Case) -> Verdict:
-    """Report the cost of a pause, if the program pauses.
+    """Report how much longer a call takes after a pause, if the program pauses.
 
-    The capture alternates calls after pauses and back-to-back calls. A finding needs a slower
-    median, a rank test (Mann and Whitney, 1947) that rules out chance, and a program that pauses.
-    Pauses show as idle stretches in the trace, or the user asks about them (`asked` in the note).
+    The capture alternates between calls after pauses and back-to-back calls. A finding needs a
+    slower median, a rank test (Mann and Whitney, 1947) that rules out chance, and a program that
+    pauses. A program pauses if its trace has long idle stretches, or if the user asked about pauses
+    (`asked` in the note).
 
     Source: clocks fall while a GPU is idle ("gpu_idle" among the clock event reasons, NVML
     reference), and processors leave idle states late (Linux, "CPU Idle Time Management").
@@ -127,7 +128,7 @@ def _by_chance(after: Sequence[int] | None, steady: Sequence[int]) -> bool:
 
 
 def _pauses(case: Case) -> np.ndarray:
-    """Lengths in ns of the long idle stretches of the device within the steps."""
+    """Lengths in ns of the long idle stretches of the device during the profiled steps."""
     if case.trace is None or case.ledger is None or not case.ledger.steps:
         return np.empty(0, np.int64)
     events, ledger = case.trace.events, case.ledger

@@ -18,10 +18,10 @@ _SLICE = {"gpu": "idle_data_wait", "cpu": "cpu_data_wait"}
 
 
 def rule(case: Case) -> Verdict:
-    """Report time in which nothing runs because the loader has not delivered.
+    """Report time in which the device idles because the data loader has not delivered a batch.
 
-    Only waiting that keeps the GPU idle counts: a loader that works while the GPU does costs
-    nothing. Source: "Performance Tuning Guide", PyTorch tutorials, on workers and pinned memory.
+    Only waiting that leaves the GPU idle counts: loading data while the GPU works costs nothing.
+    Source: "Performance Tuning Guide", PyTorch tutorials, on workers and pinned memory.
     """
     if case.watched is not None:
         return _in_script(case.watched)

@@ -19,10 +19,10 @@ _WAITS = ("input_wait", "copies", "synchronisation")
 def rule(case: Case) -> Verdict:
     """Report threads that run Python while the training thread waits for the interpreter's lock.
 
-    Waits for the lock are not recorded. The evidence is the CPU time of other threads, and the time
-    in which the training thread was blocked or waited for a core. Waits for a core count only up to
-    the CPU time of the other threads. Source: "Thread State and the Global Interpreter Lock",
-    Python documentation; "Scheduler Statistics", Linux documentation.
+    Waits for the interpreter lock are not recorded directly. The evidence is the CPU time of other
+    threads, and the time in which the training thread was blocked or waited for a core. Waits for a
+    core count only up to the CPU time of the other threads. Source: "Thread State and the Global
+    Interpreter Lock", Python documentation; "Scheduler Statistics", Linux documentation.
     """
     steps = case.watched
     if steps is None:

@@ -33,7 +33,7 @@ _WORDS = {
 
 
 class Late(NamedTuple):
-    """A late rank: by how much in which slice, and how much more the others spend in `waits`."""
+    """A late rank: its slice and lateness, and the slice in which the other ranks wait for it."""
 
     rank: int
     slice: str
@@ -43,11 +43,11 @@ class Late(NamedTuple):
 
 
 def rule(case: Case) -> Verdict:
-    """Report a rank that takes longer than the others in a slice, while they wait elsewhere.
+    """Report a rank that is slower than the others in one slice of the step and makes them wait.
 
-    All ranks of a synchronous job take the same time for a step: the late rank works while the
-    others wait, mostly in `backward`, for its gradients. Times are compared by slice, never by
-    clocks of different machines. Source: "Distributed Data Parallel", PyTorch notes, on gradient
+    All ranks of a synchronous job have the same step time: the other ranks wait for a late rank's
+    gradients, mostly in `backward`. Durations are compared slice by slice, since the clocks of
+    different machines do not agree. Source: "Distributed Data Parallel", PyTorch notes, on gradient
     synchronisation; HolisticTraceAnalysis, on idle time by rank.
     """
     steps = case.watched
@@ -87,7 +87,7 @@ def finding(
     more: tuple[str, ...] = (),
     variance_share: float | None = None,
 ) -> Finding:
-    """The finding about a late rank. Times are in ns per step.
+    """Builds the finding about a late rank. Times are in ns per step.
 
     Args:
         late: the rank.
@@ -126,7 +126,7 @@ def finding(
 
 
 def _latest(ranks: Mapping[int, _Times]) -> Late | None:
-    """The rank and slice with the largest lateness that the others wait for."""
+    """The rank and slice with the largest lateness for which the other ranks wait, or None."""
     least = LEAST_SHARE * _step_ns(ranks)
     found = []
     for own, waits in ((_OWN, ("backward", *_MAY_WAIT)), (_MAY_WAIT, ("backward",))):
@@ -144,12 +144,12 @@ def _latest(ranks: Mapping[int, _Times]) -> Late | None:
 
 
 def _step_ns(ranks: Mapping[int, _Times]) -> float:
-    """Mean time of a step over all ranks."""
+    """Mean time of a step over all ranks, in ns."""
     return float(np.mean([sum(mean for mean, _ in times.values()) for times in ranks.values()]))
 
 
 def _others(ranks: Mapping[int, _Times], rank: int, name: str) -> np.ndarray:
-    """Mean times of a slice on the other ranks, and their errors, float64, (ranks, 2)."""
+    """Mean time of a slice and its error on each other rank, float64, shape (other ranks, 2)."""
     found = [times.get(name, _NEVER) for other, times in ranks.items() if other != rank]
     return np.asarray(found, dtype=np.float64)
 
@@ -160,14 +160,14 @@ def _usual(ranks: Mapping[int, _Times], rank: int, name: str) -> float:
 
 
 def _error(ranks: Mapping[int, _Times], rank: int, name: str) -> float:
-    """Standard error of a slice on one of the other ranks, as their median."""
+    """Median of the other ranks' standard errors of a slice."""
     return float(np.median(_others(ranks, rank, name)[:, 1]))
 
 
 def _longest_wait(
     ranks: Mapping[int, _Times], rank: int, names: tuple[str, ...]
 ) -> tuple[str, float]:
-    """The slice in which the others take longest beyond a rank, and by how much."""
+    """The slice in which the other ranks most exceed a rank's time, and the excess in ns."""
     beyond = {n: _usual(ranks, rank, n) - ranks[rank].get(n, _NEVER)[0] for n in names}
     name = max(beyond, key=lambda each: beyond[each])
     return name, beyond[name]

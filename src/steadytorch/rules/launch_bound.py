@@ -26,8 +26,8 @@ def rule(case: Case) -> Verdict:
     """Report idle time between short kernels while the GPU waits for launches.
 
     Source: NVIDIA, "Getting started with CUDA graphs"; PyTorch "Performance Tuning Guide", reduce
-    the overhead of launches with CUDA graphs. Nothing is claimed if the unprofiled period shows
-    that the GPU is busy without the profiler.
+    the overhead of launches with CUDA graphs. There is no finding if timing without the profiler
+    shows that the GPU is busy.
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
@@ -89,7 +89,7 @@ def _evidence(
 
 
 def _idle_unprofiled_ns(case: Case, seen: Launches) -> int | None:
-    """Unprofiled period minus the GPU's busy time, in ns; None if not measured."""
+    """Step period without the profiler minus GPU busy time, in ns; None if not measured."""
     if case.measured is None:
         return None
     return max(0, round(case.measured.period.median_ns - busy_ns(seen.ledger)))

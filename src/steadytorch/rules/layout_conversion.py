@@ -25,9 +25,9 @@ LEAST_SHARE = 0.02
 def rule(case: Case) -> Verdict:
     """Report cuDNN's `nchwToNhwc` and `nhwcToNchw` kernels, which run for NCHW images.
 
-    Tensor cores need channels last, so cuDNN converts before and after (NVIDIA Deep Learning
-    Performance, "Convolutional layers user's guide", tensor layouts in memory; PyTorch tutorial
-    "Channels last memory format").
+    Tensor cores need channels-last tensors, so cuDNN converts inputs and outputs (NVIDIA Deep
+    Learning Performance, "Convolutional layers user's guide", tensor layouts in memory; PyTorch
+    tutorial "Channels last memory format").
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):

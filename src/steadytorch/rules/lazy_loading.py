@@ -1,4 +1,4 @@
-"""Find kernels that are loaded onto the GPU in steady steps."""
+"""Find kernels that are loaded onto the GPU in steady-state steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHERE = (Category.OVERHEAD, Category.RUNTIME, Category.DRIVER)
 
 
 def rule(case: Case) -> Verdict:
-    """Report kernel loads in steady steps; any counts, since a kernel loads at its first launch.
+    """Report any kernel load in steady-state steps: a kernel is loaded at its first launch.
 
-    Loading may wait for all work on the device. Source: "Lazy Loading", CUDA Programming Guide,
-    which advises running kernels once before work that must be fast or concurrent.
+    Loading a kernel may wait for all work on the device. Source: "Lazy Loading", CUDA Programming
+    Guide, which advises running kernels once before work that must be fast or concurrent.
     """
     seen = gpu_trace(case, NAME, "kernel loading")
     if isinstance(seen, Abstention):

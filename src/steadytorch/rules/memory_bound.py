@@ -1,4 +1,4 @@
-"""Find operators limited by memory bandwidth, by their roofline."""
+"""Find operators that memory bandwidth limits, according to the roofline model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ON_CPU = ("cpu_elementwise", "cpu_copy", "cpu_operator", "cpu_compute")
 
 
 def rule(case: Case) -> Verdict:
-    """Report kernels near the measured memory bandwidth: only fewer bytes make them faster.
+    """Report kernels near the measured memory bandwidth: only moving less data speeds them up.
 
-    Source: S. Williams, A. Waterman, D. Patterson, "Roofline", Communications of the ACM 52(4),
-    2009. Fix: PyTorch "Performance Tuning Guide", fuse operations.
+    Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009.
+    Source of the fix: "Fuse operations", PyTorch Performance Tuning Guide.
     """
     if case.trace is None or case.ledger is None:
         return Abstention(NAME, "no steps were profiled", PROFILE)

@@ -26,8 +26,8 @@ LEAST_BYTES = 64 << 20
 def rule(case: Case) -> Verdict:
     """Report resident memory that keeps growing after the warm-up, as a leak does.
 
-    A loss kept with its graph (`total += loss`), and results appended to a list, grow so. Source:
-    "My model reports 'cuda runtime error(2): out of memory'", PyTorch FAQ.
+    Typical causes are a loss kept with its autograd graph (`total += loss`) and results appended to
+    a list. Source: "My model reports 'cuda runtime error(2): out of memory'", PyTorch FAQ.
     """
     samples = samples_of(case)
     column = None if samples is None else samples.column("resident_bytes")

@@ -24,12 +24,13 @@ best speed."""
 
 
 def rule(case: Case) -> Verdict:
-    """Report processes that the driver lists on this GPU besides this one.
+    """Report other processes that the driver lists on this GPU.
 
-    The driver knows that they hold a context, not that they compute. Their cost is estimated from
-    samples with and without a neighbour. The other sign is kernels slower than the best launch of
-    the same kernel, since processes share the GPU in turns. Contexts of the session's own processes
-    (`own_contexts` in the notes) do not count, such as a caller that holds the model on the GPU.
+    The driver shows which processes hold a CUDA context, not whether they compute. The cost is
+    estimated from samples with and without another process on the GPU. A second sign is kernels
+    slower than the best launch of the same kernel, since processes take turns on the GPU. CUDA
+    contexts of the measurement's own processes (`own_contexts` in the notes), such as that of the
+    caller, do not count.
 
     Source: "nvmlDeviceGetComputeRunningProcesses", NVML API reference; "Compute modes", CUDA
     Programming Guide.
@@ -80,7 +81,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _slower(samples: Samples, company: np.ndarray) -> tuple[float, float | None]:
-    """Slowdown of samples with a neighbour, and the share of the variance it explains."""
+    """Slowdown of samples by another process on the GPU, and its share of the variance."""
     times = samples.durations_ns
     if min(company.sum(), (~company).sum()) < FEWEST:
         return 0.0, None
@@ -95,7 +96,7 @@ def _slower(samples: Samples, company: np.ndarray) -> tuple[float, float | None]
 
 
 def _stretch(case: Case) -> float:
-    """Share of kernel time beyond the fastest tenth of the launches of the same kernel."""
+    """Share of kernel time that exceeds the fastest decile of the same kernel's launches."""
     if case.trace is None or case.ledger is None or case.ledger.kind != "gpu":
         return 0.0
     events = case.trace.events

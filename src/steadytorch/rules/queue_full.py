@@ -18,7 +18,7 @@ were seen to wait for room from 1,022 to 1,024 on (HolisticTraceAnalysis,
 
 
 def rule(case: Case) -> Verdict:
-    """Report the peak number of launches that wait for the GPU; information only.
+    """Report the peak number of launches queued for the GPU if the queue fills; information only.
 
     Source: HolisticTraceAnalysis, "Augmented counters" (queue length per stream); CUPTI Activity
     API, overhead kind "command buffer full", which the driver reports itself.
@@ -65,7 +65,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _most_outstanding(seen: Launches) -> tuple[int, int]:
-    """Peak number of calls in one stream whose first event has not begun, and its time."""
+    """Peak number of launches in one stream that wait for the GPU, and the time of the peak."""
     events = seen.trace.events
     known = np.flatnonzero(seen.call >= 0)
     # A graph launch is one call, however many events it brings.

@@ -1,4 +1,4 @@
-"""Find compilations by torch.compile in steady steps."""
+"""Find compilations by torch.compile in steady-state steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLICE = {"gpu": "idle_compile", "cpu": "cpu_compile"}
 
 @dataclass(frozen=True)
 class _Seen:
-    """Evidence from one source: lines, time per step in ns, and whether it is sure."""
+    """Evidence of recompilation from one source: text lines, ns per step and certainty."""
 
     evidence: tuple[str, ...] = ()
     cost_ns: int = 0
@@ -38,9 +38,9 @@ class _Seen:
 def rule(case: Case) -> Verdict:
     """Report any compilation after warm-up: a guard failed on a new shape or a changed value.
 
-    The evidence is frames that Dynamo begins to compile while samples are taken, and its
-    annotations in the trace. Regions absent from the first step name the recompiled code; without
-    such an annotation they were compiled beforehand, as for buckets. Source: "Dealing with
+    The evidence is frames that Dynamo compiles while samples are taken, and Dynamo's annotations in
+    the trace. Compiled regions absent from the first step name the recompiled code. Without a
+    Dynamo annotation, a new region was compiled beforehand, as for buckets. Source: "Dealing with
     Recompilations" and "torch.compile Troubleshooting", PyTorch documentation.
     """
     samples = samples_of(case)
@@ -109,7 +109,7 @@ def _traced(case: Case) -> _Seen:
 
 
 def _new_regions(case: Case) -> list[str]:
-    """Recompiled regions that run after the first step but not in it."""
+    """Recompiled regions that run in later steps but not in the first step."""
     if case.trace is None or case.ledger is None or not case.ledger.marked:
         return []
     rows = by_name(case.trace, RANGES, REGION.pattern)

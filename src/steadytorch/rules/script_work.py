@@ -1,4 +1,4 @@
-"""Find time that the script spends between the parts of its steps."""
+"""Find time that a training script spends outside loading, model, backward and optimizer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LEAST_SHARE = 0.1
 
 
 def rule(case: Case) -> Verdict:
-    """Report time outside the loader, the model, the backward pass and the optimizer.
+    """Report a script's time outside the loader, the model, the backward pass and the optimizer.
 
-    PyTorch's functions for losses, clipping and schedules do not count. Checkpoints, metrics,
-    logging and printing run there, and the device idles meanwhile unless work is queued.
-    The lines come from sampling. Source: "Asynchronous saving with Distributed
+    Time in PyTorch's functions for losses, clipping and schedules does not count. Typical causes
+    are checkpoints, metrics, logging and printing; the device idles meanwhile unless work is
+    queued. Stack sampling finds the source lines. Source: "Asynchronous saving with Distributed
     Checkpoint" and "Performance Tuning Guide", PyTorch tutorials.
     """
     steps = case.watched

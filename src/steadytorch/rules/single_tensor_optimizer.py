@@ -13,7 +13,7 @@ FEWEST = 20
 
 
 def rule(case: Case) -> Verdict:
-    """Report many small operators in an optimizer step where one for all tensors would do.
+    """Report an optimizer step of many small operators that one operator could replace.
 
     Source: PyTorch, `torch.optim` (foreach and fused implementations, "how to use the for-loop,
     foreach and fused implementations"); PyTorch "Performance Tuning Guide".

@@ -29,7 +29,7 @@ FEWEST = 3
 
 
 class _Slow(NamedTuple):
-    """Slow runs of one kernel: their number, their time beyond the best, and the best time."""
+    """Slow runs of one kernel: their number, excess over the kernel's best time, and best time."""
 
     name: str
     number: int
@@ -40,8 +40,9 @@ class _Slow(NamedTuple):
 def rule(case: Case) -> Verdict:
     """Report kernels slower than their own best; kernels that overlap another event are excluded.
 
-    The best is the fastest run; of ten runs or more, it is the fastest decile. Source for comparing
-    a kernel with itself: HolisticTraceAnalysis, "Kernel breakdown" (variation of a kernel's time).
+    A kernel's best time is its fastest run or, from ten runs on, its fastest decile. Source for
+    comparing a kernel with itself: HolisticTraceAnalysis, "Kernel breakdown" (variation of a
+    kernel's time).
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
@@ -93,11 +94,11 @@ def rule(case: Case) -> Verdict:
 
 
 def _kinds(seen: Launches) -> tuple[np.ndarray, str] | None:
-    """Number equal launches alike, -1 where unknown; also return the confidence.
+    """Group comparable launches by number, -1 if unknown; also return the confidence.
 
-    The best match is the same position in steps of the same kernels: shapes, values and cache
-    content agree there. The fallback is the same kernel on the same shapes. None if neither is
-    known.
+    Launches at the same position in steps of identical kernels match best: shapes, values and cache
+    content agree. The fallback compares launches of the same kernel on the same shapes. The result
+    is None if launches cannot be matched either way.
     """
     events = seen.trace.events
     alike, confidence = _positions(seen), "medium"
@@ -136,7 +137,7 @@ def _alone(seen: Launches) -> np.ndarray:
 
 
 def _best(kind: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Best time of each launch's kind, by launch; 0 for kinds with too few runs."""
+    """Best time among the launches comparable with each launch, in ns; 0 if too few."""
     best = np.zeros(len(kind), dtype=np.int64)
     known = np.flatnonzero(kind >= 0)
     if not len(known):

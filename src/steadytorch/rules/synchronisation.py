@@ -1,4 +1,4 @@
-"""Find waits of the host during which the GPU runs dry."""
+"""Find host waits that leave the GPU without work."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LEAST_NS = 5_000
 
 
 def rule(case: Case) -> Verdict:
-    """Report waits that leave the GPU idle, never the summed time of the calls.
+    """Report host waits by the GPU idle time they cause, not by the duration of the calls.
 
-    The cost has two parts. In the first, the GPU is idle and the host still waits: the ledger
-    attributes this to the waiting call. In the second, the GPU ran dry during the wait and stays
-    idle until the host launches again; the ledger counts this as launching. Without the wait the
-    host would have launched earlier by the time it waited, so the shorter of wait and idle stretch
-    counts.
+    The cost is the larger of two estimates. The first estimate is the GPU idle time during host
+    waits, which the ledger attributes to the waiting call. The second estimate takes idle stretches
+    that begin during a wait and end at the next launch. The ledger counts idle time after a wait as
+    launching. Without a wait, the host would launch earlier by at most its duration, so the shorter
+    of wait and idle stretch counts.
 
     Source: "Avoid unnecessary CPU-GPU synchronization", PyTorch Performance Tuning Guide;
     "Asynchronous Concurrent Execution", CUDA Programming Guide.
@@ -88,9 +88,9 @@ def rule(case: Case) -> Verdict:
 
 
 def _drained(trace: Trace, ledger: Ledger) -> tuple[np.ndarray, np.ndarray]:
-    """Waits during which the GPU ran dry, and the time each lost in ns; shape (waits,).
+    """Waits during which the GPU ran out of work, and the time lost in ns; shape (waits,).
 
-    Waits of the profiler, outside all step marks, are excluded.
+    Waits outside all step marks, such as the profiler's own, are excluded.
     """
     events = trace.events
     waits = np.flatnonzero(
@@ -114,7 +114,7 @@ def _drained(trace: Trace, ledger: Ledger) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_steps(trace: Trace, ledger: Ledger, began: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Mask of the calls within step marks; without marks, within the trace's one step."""
+    """Mask of the calls within step marks; without marks, within the trace's single step."""
     if not ledger.marked:
         return steps_of(ledger, began) >= 0
     marks = step_marks(trace)

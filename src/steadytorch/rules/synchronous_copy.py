@@ -1,4 +1,4 @@
-"""Find copies by calls that block until the data has arrived."""
+"""Find copy calls that block the host until the data has arrived."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SYNCHRONOUS = re.compile(r"(cuda|cu|hip)Memcpy(?!\w*(Async|Batch))\w*")
 
 
 def rule(case: Case) -> Verdict:
-    """Report copies by `cudaMemcpy` and its relatives without `Async`.
+    """Report copies by `cudaMemcpy` and similar calls without `Async` in their names.
 
-    Copies within the device do not block the host, and small copies to the device are staged. Both
-    are excluded, as in the NVIDIA Nsight Systems User Guide (expert systems rule on synchronous
-    copies); see also the CUDA Driver API, "API synchronization behavior".
+    Excluded are copies within the device, which do not block the host, and small copies to the
+    device, which are staged. Source: NVIDIA Nsight Systems User Guide, expert systems rule on
+    synchronous copies; CUDA Driver API, "API synchronization behavior".
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):

@@ -52,9 +52,9 @@ _NO_PRODUCT_OF_MATRICES = re.compile(
 def rule(case: Case) -> Verdict:
     """Report convolutions, matrix products and attention whose kernels use no tensor cores.
 
-    Source: the profiler's TensorBoard plug-in (Kineto, `tb_plugin`), which advises on tensor cores
-    from compute capability 7.0 on if eligible operators run and none uses them; PyTorch
-    "Performance Tuning Guide", use tensor cores; PyTorch notes on CUDA semantics, TF32.
+    Kineto's TensorBoard plug-in (`tb_plugin`) gives the same advice from compute capability 7.0 on
+    if eligible operators run and none uses tensor cores. Further sources: "Use tensor cores",
+    PyTorch Performance Tuning Guide; "TF32", PyTorch notes on CUDA semantics.
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
@@ -115,7 +115,7 @@ def _is_of_amd(case: Case, seen: Launches) -> bool:
 
 
 def capability_of(case: Case) -> tuple[int, int] | None:
-    """Compute capability of the GPU from the trace, else from the device; None if unknown."""
+    """Compute capability of the GPU from the trace, else from device facts; None if unknown."""
     wanted = case.ledger.device if case.ledger else 0
     devices = case.trace.devices if case.trace else ()
     for device in sorted(devices, key=lambda one: one.get("id") != wanted):
@@ -130,7 +130,7 @@ def capability_of(case: Case) -> tuple[int, int] | None:
 
 
 def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
-    """Mask of product kernels, and each one's operator; -1 if only its name shows a product."""
+    """Mask of matrix product kernels, and the row of each one's operator; -1 if unknown."""
     operators = operators_of(seen.trace)
     nearest = operators.nearest(operators.named(ELIGIBLE))
     owner = np.where(seen.operator >= 0, nearest[seen.operator], -1)
@@ -139,18 +139,18 @@ def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_same(owner: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Chosen events, and all other events of their operators (preparation and finishing)."""
+    """Mask of the chosen kernels and all other kernels of the same operators."""
     return chosen | np.isin(owner, np.unique(owner[chosen & (owner >= 0)]))
 
 
 def _could(seen: Launches) -> np.ndarray:
-    """Mask of kernels that tensor cores might speed up and that do not use them."""
+    """Mask of kernels that tensor cores might speed up, judged by kernel name."""
     neither = seen.named(lambda name: is_generated(name) or is_double(name))
     return ~neither & ~seen.named(lambda name: _NO_PRODUCT_OF_MATRICES.search(name) is not None)
 
 
 def _element_types(seen: Launches, owner: np.ndarray) -> np.ndarray:
-    """Element type of each owner's first floating-point input; empty if unknown."""
+    """Element type of each operator's first floating-point input; empty if unknown."""
     found = np.full(len(owner), "", dtype="<U10")
     inputs = np.where(owner >= 0, seen.trace.events.inputs[owner], -1)
     for index in np.unique(inputs[inputs >= 0]):
@@ -177,7 +177,7 @@ def _reasons(
 
 
 def _odd_shapes(seen: Launches, row: int) -> str | None:
-    """Shapes of a 16-bit product if its inner sizes are not multiples of 8; else None."""
+    """Shapes of a 16-bit product if a feature or channel count is no multiple of 8; else None."""
     given = Operands(seen.trace.inputs_of(row) or {})
     try:
         shapes = [

@@ -29,11 +29,11 @@ _HAS_FUSED = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
 
 
 def rule(case: Case) -> Verdict:
-    """Report an optimizer that passes over all tensors several times where once would do.
+    """Report an optimizer that passes over all tensors several times instead of once.
 
-    Without a choice, Adam, AdamW and SGD run their foreach implementation on a GPU: one operator on
-    all tensors for each arithmetic operation. Fused, one operator does the whole update. Optimizers
-    that run single tensors are the finding `single-tensor-optimizer`.
+    By default, Adam, AdamW and SGD use foreach on a GPU: one operator on all tensors for each
+    arithmetic operation. With fused=True, one operator does the whole update. In traces, the rule
+    `single-tensor-optimizer` covers optimizers that update one tensor at a time.
 
     Source: PyTorch, `torch.optim`, "how to use the for-loop, foreach and fused implementations".
     """
@@ -109,7 +109,7 @@ def _in_script(steps: WatchedSteps) -> Verdict:
 
 
 def _updates(optimizer: SteppedOptimizer) -> str:
-    """What an optimizer updates; empty if unknown."""
+    """A line with the number of parameters that an optimizer updates; empty if unknown."""
     if not optimizer.parameters:
         return ""
     how = ", one after another" if optimizer.single else ""

@@ -1,1 +1,1 @@
-"""Serving: the module that production calls."""
+"""Serving: runs tuned models in production."""

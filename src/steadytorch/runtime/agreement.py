@@ -1,4 +1,4 @@
-"""Compares two answers to one call, without a reference of higher precision."""
+"""Compares two results of the same call, without a reference of higher precision."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 def bound(precision: str, model: Any, inputs: Any, tolerance: float | None = None) -> float:
     """Returns the relative L2 error allowed between a candidate and the untouched model.
 
-    The bound is never below the rounding of the untouched model's own arithmetic; see
+    The bound is never below the rounding error of the untouched model's own arithmetic; see
     `OWN_TOLERANCES`.
 
     Args:
@@ -175,7 +175,7 @@ def _value_fault(out: torch.Tensor, ref: torch.Tensor, bound: float) -> str | No
 
 
 def _norms(out: torch.Tensor, ref: torch.Tensor) -> list[float]:
-    """L2 norm and largest magnitude of the difference, then of the reference; synchronises once."""
+    """L2 norm and largest magnitude of difference and reference; synchronises the device once."""
     rows = []
     for a, b in zip(out.split(CHUNK), ref.split(CHUNK), strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
@@ -198,22 +198,23 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The L2 norm, summed in float64."""
+    """The L2 norm of a tensor, summed in float64."""
     wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     return float(torch.linalg.vector_norm(wide))
 
 
 def together(norms: Iterable[float]) -> float:
-    """The joint norm of tensors with these norms."""
+    """The L2 norm of several tensors taken together, from the norm of each."""
     return sum(each * each for each in norms) ** 0.5
 
 
 def wrong_size(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> tuple[str, float] | None:
-    """Finds the first tensor whose norm is off by a factor outside of `SIZES`.
+    """Finds the first tensor whose norm, relative to the expected norm, is outside `SIZES`.
 
-    Norms can be compared at any precision; coarse rounding may destroy the direction of a gradient.
+    Norms are compared because coarse rounding may destroy the direction of a gradient, but changes
+    its norm little.
 
     Args:
         found: tensors by name, with all names of `expected`.

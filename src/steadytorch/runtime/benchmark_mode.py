@@ -22,7 +22,7 @@ _HEURISTICS_LIBRARY = "libcudnn_heuristic"
 
 
 class BenchmarkReport(msgspec.Struct, frozen=True):
-    """What happened while the mode was on.
+    """Convolution calls and shapes seen while cuDNN's benchmark mode was on.
 
     Attributes:
         active: whether the mode was switched on.
@@ -42,12 +42,13 @@ class BenchmarkReport(msgspec.Struct, frozen=True):
 
 
 class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_mode(True)`
-    """Switches cuDNN's benchmark mode at once; as a context manager, restores it on exit.
+    """Switches cuDNN's benchmark mode; as a context manager, restores the old setting on exit.
 
-    Without CUDA or cuDNN it only warns. It also warns if convolutions have already run in this
-    process: PyTorch keeps the engines chosen for their shapes, and the mode has no effect on these.
-    While the mode is on, shapes of convolution layers are counted, and a warning is given when they
-    churn. Functional calls and compiled code are not counted.
+    Without CUDA or cuDNN, switching the mode on only warns. Switching the mode on also warns if
+    convolutions have already run in this process: PyTorch keeps the engines chosen for those
+    shapes. While benchmark mode is on, the input shapes of convolution layers are counted, and too
+    many distinct shapes cause a warning. Functional convolution calls and compiled code are not
+    counted.
 
     Args:
         on: whether to switch the mode on or off.
@@ -88,7 +89,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         self.restore()
 
     def restore(self) -> None:
-        """Restores the state found at construction and stops counting."""
+        """Restores the benchmark settings found at construction; stops counting convolutions."""
         cudnn: Any = torch.backends.cudnn
         if self._hook is not None:
             self._hook.remove()
@@ -96,7 +97,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
         cudnn.benchmark, cudnn.benchmark_limit = self._found
 
     def report(self) -> BenchmarkReport:
-        """Counts convolutions and shapes seen so far."""
+        """Reports the convolution calls and shapes counted so far."""
         return BenchmarkReport(
             active=not self._reason,
             reason=self._reason,
@@ -136,7 +137,7 @@ class benchmark_mode:  # noqa: N801 - used like a function, in `with benchmark_m
 
 
 def why_not() -> str:
-    """Returns why the mode has no effect in this process; empty if it has an effect."""
+    """Returns why benchmark mode has no effect in this process; empty if it has an effect."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not torch.backends.cudnn.is_available():
@@ -150,8 +151,8 @@ def why_not() -> str:
 def has_convolved() -> bool:
     """Whether cuDNN has run a convolution in this process; always False outside of Linux.
 
-    PyTorch's cache cannot be read. cuDNN loads its heuristics library at the first request for an
-    engine, and `/proc/self/maps` lists loaded libraries.
+    PyTorch's cache of convolution engines cannot be read. Instead, `/proc/self/maps` shows whether
+    cuDNN has loaded its heuristics library, which the first request for an engine loads.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:

@@ -1,4 +1,4 @@
-"""Serves varying shapes with few plans: pads inputs to a bucket and cuts outputs back."""
+"""Serves varying shapes with few plans: pads inputs to a bucket's size and slices outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Sizes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A call padded to its bucket.
+    """A call whose inputs are padded to the size of a bucket.
 
     Attributes:
         args: positional arguments, with padded tensors in new memory.
@@ -45,7 +45,7 @@ class Fitted:
 
 
 class _Cut(NamedTuple):
-    """An output dimension that follows a padded dimension; `leaf` is the output's index."""
+    """An output dimension whose size follows a padded dimension; `leaf` is the output's index."""
 
     leaf: int
     dim: int
@@ -53,28 +53,30 @@ class _Cut(NamedTuple):
 
 
 class _Refused(Exception):  # noqa: N818 - carries a finding, not an error
-    """The reason why a bucket cannot be used."""
+    """Raised if a bucket cannot be used; the message is the reason."""
 
 
 class _Unverifiable(_Refused):
-    """The reason why this call cannot verify the bucket; a later call may."""
+    """Raised if this call cannot verify a bucket, but a later call may; the message says why."""
 
 
 class Buckets:
-    """Pads inputs to the next bucket, after verifying that padding does not change the results.
+    """Pads inputs to the next larger bucket, after verifying that padding keeps the results.
 
-    The first use of a bucket verifies it with three or more untouched calls. These run on copies of
-    the inputs and buffers, and random state is restored; forward hooks of the model run too.
+    The first use of a bucket verifies it with four or more calls of the untouched model.
+    Verification runs on copies of the inputs and buffers, and restores random state; forward hooks
+    of the model run too.
 
-    1. Each padded dimension is padded alone. Output dimensions that change with it are cut later.
-    2. All dimensions are padded together. After the cut, outputs must equal the unpadded ones in
-       shape, type and values (class `same`).
+    1. Each dimension is padded alone, to find the output dimensions that change with its size.
+    2. All dimensions are padded together. The outputs, cut to the unpadded sizes, must equal those
+       of an unpadded call in shape, type and values (class `same`).
     3. Floating-point inputs without a declared `pad` are padded with random values too, because
-       zeros would not reveal a maximum over the batch. A declared `pad` is used as it is, since it
-       has a meaning for the model, as in an attention mask.
+       zeros would not reveal a maximum over the batch. A declared `pad` is never replaced by random
+       values, since it has a meaning for the model, as in an attention mask.
 
-    A bucket that fails is refused with the reason. Causes are statistics, softmax or mean over the
-    batch, and randomness. The bucket is verified once, not each size within it.
+    A bucket that fails verification is refused with the reason. Typical causes of refusal are
+    statistics, softmax or mean over the batch, and randomness. Each bucket is verified once, not
+    once for every size within it.
 
     Args:
         buckets: the declaration; see `padding.declared`.
@@ -93,8 +95,8 @@ class Buckets:
     def fit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fitted | str:
         """Pads a call to its bucket, or returns the reason to run the model unpadded.
 
-        Inputs that already have a bucket's size are returned unchanged. Reasons come from a bounded
-        set of texts, by which calls are counted.
+        Inputs that already have a bucket's size are returned unchanged. The reasons form a bounded
+        set of texts, so that calls can be counted by reason.
         """
         try:
             sizes = self._sizes(args, kwargs)
@@ -132,8 +134,8 @@ class Buckets:
     ) -> Arguments:
         """Pads inputs along the dimensions in `sizes`.
 
-        With `noise`, floats for which the user declared no padding value are filled with noise,
-        which shows whether padding changes the outputs.
+        With `noise`, floating-point inputs without a declared padding value are padded with random
+        values, which shows whether padding changes the outputs.
         """
         dimensions = [d for d in self._dimensions if d.name in sizes]
 
@@ -195,7 +197,7 @@ class Buckets:
             return f"its bucket could not be verified: {one_line(error)}"
 
     def _shows_padding(self, given: Arguments, sizes: Sizes) -> bool:
-        """Whether real rows differ from the padding; otherwise mixing them goes unnoticed."""
+        """Whether any input differs from the padding; otherwise verification proves nothing."""
         dimensions = [d for d in self._dimensions if d.name in sizes]
         for place, argument in _by_place(*given):
             values = [d.value_for(place) for d in dimensions]
@@ -262,7 +264,7 @@ def _with_own_buffers(model: Any) -> Any:
 def _following_dimensions(
     expected: Any, found: Any, name: str, size: tuple[int, int]
 ) -> tuple[_Cut, ...]:
-    """Finds the output dimensions that went from `size[0]` to `size[1]` with the input."""
+    """Finds the output dimensions that padding the input grew from `size[0]` to `size[1]`."""
     leaves, nesting = pytree.tree_flatten(opened(expected), is_leaf=is_size)
     found_leaves, found_nesting = pytree.tree_flatten(opened(found), is_leaf=is_size)
     if found_nesting != nesting:
@@ -292,7 +294,7 @@ def _refuse_shared(cuts: tuple[_Cut, ...]) -> None:
 
 
 def _whole(outputs: Any) -> Any:
-    """Returns the outputs of an unpadded call."""
+    """Returns the outputs unchanged; serves calls that need no padding."""
     return outputs
 
 
@@ -312,7 +314,7 @@ def _cut(cuts: tuple[_Cut, ...], sizes: Sizes, outputs: Any) -> Any:
 
 
 def _size_and_bucket(dimension: Dimension, found: set[int]) -> tuple[int, int]:
-    """The given size and its bucket's size."""
+    """The given size of a dimension, and the size of its bucket."""
     name = dimension.name
     if not found:
         raise _Refused(f"no input has the dimension of {name}")
@@ -336,7 +338,7 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def _layout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The key of a verification: layouts, devices, constants and nesting."""
+    """The key of a bucket verification: layouts, devices, constants and nesting of the inputs."""
     flat: list[Any] = []
     for place, value in _by_place(args, kwargs):
         if type(value) is torch.Tensor:

@@ -27,7 +27,7 @@ Run = Callable[[], Any]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The canary's decision.
+    """The canary's decision on whether a plan may go on serving.
 
     Attributes:
         kept: whether the plan may go on serving.
@@ -47,25 +47,27 @@ class _Fault(Exception):  # noqa: N818 - carries a finding, not an error of the 
 
 
 class Canary:
-    """Checks one executor on the real inputs of the first calls, and times it against the model.
+    """Checks one executor on the first real calls, and times it against the untouched model.
 
-    First check: the untouched model runs once and the executor twice. Results must agree, the
-    second result must not share memory with the first, and inputs must be unchanged. No tuned
-    result reaches a caller before this check has passed.
+    First check: the untouched model runs once and the executor twice. In the first check, all
+    results must agree, the two tuned results must not share memory, and inputs must be unchanged.
+    No tuned result reaches a caller before the first check has passed.
 
-    Probes: from then on, every `SPACING`-th call runs both sides in random order. Each side is
-    timed as synchronised latency, and the results are compared again. The race is judged at up to
-    three looks, with a total error of 1 %. A disagreement, an exception or a significantly longer
-    time demotes the plan, and the untouched model answers that call.
+    Probes: after the first check, every `SPACING`-th call runs the executor and the model in random
+    order. Each probe measures the synchronised latency of executor and model, and compares their
+    results again. Latencies are tested for a difference up to three times, with a total error
+    probability of 1 %. A disagreement, an exception or a significantly longer time rejects the
+    plan, and the untouched model answers that call.
 
-    Cost: at most `1 + looks[-1]` extra untouched calls (28), one extra tuned call and one copy of
-    the inputs.
+    Cost of the canary: at most `1 + looks[-1]` extra untouched calls (28), one extra tuned call and
+    one copy of the inputs.
 
-    Threads: one thread probes at a time, and the others do not wait. They run untouched before the
-    first check has passed, and tuned after it. Their load falls on both sides of a pair alike.
+    Threads: one thread probes at a time, and the other threads do not wait. Other threads run the
+    untouched model until the first check has passed, and the executor afterwards. Load from other
+    threads slows both timings of a pair alike.
 
-    Bias: latency is compared even for plans chosen by throughput. Between probes only the executor
-    runs, so caches are slightly warmer for it than for the model.
+    Bias: the canary compares latency even for plans chosen by throughput. Only the executor runs
+    between probes, so caches are slightly warmer for the executor than for the model.
 
     Args:
         bound: allowed relative L2 error, from `agreement.bound`.
@@ -108,7 +110,7 @@ class Canary:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The verdict, or None while probing."""
+        """The canary's verdict; None while probing."""
         return self._verdict
 
     def step(
@@ -121,8 +123,8 @@ class Canary:
     ) -> tuple[Any, Verdict | None]:
         """Answers one call.
 
-        Exceptions of the untouched model propagate, and so do exceptions of the executor outside
-        of probes. Grad mode is left as it is.
+        Exceptions of the untouched model propagate, and so do exceptions of the executor outside of
+        probes. The caller's grad mode is not changed.
 
         Args:
             run_tuned: runs the executor on this call's inputs.
@@ -168,7 +170,7 @@ class Canary:
         inputs: Sequence[torch.Tensor],
         look: Callable[[], None],
     ) -> Any:
-        """Runs the model first, so that an answer exists whatever the executor does."""
+        """Checks the first call; the model runs first, so a result exists if the executor fails."""
         look()
         try:
             saved = [tensor.detach().clone() for tensor in inputs]
@@ -245,7 +247,7 @@ class Canary:
             return error if isinstance(error, _Fault) else _Fault(_fault(error))
 
     def _timed(self, run: Run, device: torch.device) -> tuple[Any, int]:
-        """Returns the result and its latency in ns, from idle stream to idle stream."""
+        """Returns the result and its latency in ns; synchronises the stream before and after."""
         wait = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else _no_wait
         wait()
         start = self._clock.now_ns()
@@ -267,7 +269,7 @@ class Canary:
 
 
 class Recheck:
-    """Compares single calls of a proved executor with the untouched model.
+    """Compares single calls of an executor that passed its first checks with the untouched model.
 
     Args:
         bound: allowed relative L2 error, from `agreement.bound`.
@@ -287,7 +289,7 @@ class Recheck:
     ) -> tuple[Any, Verdict | None]:
         """Answers one call, as `Canary.step` does, without timing it.
 
-        If memory does not suffice for both answers, the executor answers unchecked.
+        If memory does not suffice for both results, the executor answers the call unchecked.
 
         Returns:
             The result, and a verdict if the two answers disagree.
@@ -320,7 +322,7 @@ def _checked(
     limit: float,
     times: int,
 ) -> list[Any]:
-    """Runs the executor `times` times and returns its results if all agree with `expected`.
+    """Runs the executor `times` times; returns the results if all agree with `expected`.
 
     Raises:
         _Fault: a result is wrong or cannot be verified; the inputs are restored first.

@@ -1,4 +1,4 @@
-"""Decides whether tuning pays: only if signatures repeat."""
+"""Decides whether tuning an input signature pays, which depends on how often it repeats."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ WITHHELD = "its signature has not repeated often enough for tuning to pay"
 class ChurnGuard:
     """Decides when to tune a signature that has no plan.
 
-    The first few signatures are tuned on first sight. Any other signature is tuned once its own
-    untouched calls would have paid for the set-up. This is the break-even rule of ski rental. It
-    costs at most twice as much as perfect foresight, and no deterministic rule does better
-    (A. Karlin, M. Manasse, L. Rudolph and D. Sleator, "Competitive snoopy caching", Algorithmica 3,
-    1988). If the estimates hold, tuning wastes at most `first_sight` set-ups beyond that.
+    The first `first_sight` signatures are tuned at their first call. Any other signature is tuned
+    once its untouched calls exceed the number of tuned calls that pay back a set-up. Waiting for
+    break-even is the classic rule for the ski rental problem. The break-even rule costs at most
+    twice as much as perfect foresight, and no deterministic rule does better (Karlin, Manasse,
+    Rudolph and Sleator, "Competitive snoopy caching", Algorithmica 3, 1988). If the estimates hold,
+    tuning at the first call wastes at most `first_sight` further set-ups.
 
-    Estimates: the initial cost and gain of a set-up count as one observation beside those reported
-    to `paid`. The break-even is total cost over total gain, so set-ups without a gain raise it.
+    Estimates: the initial cost and gain of a set-up count as one observation alongside those
+    reported to `paid`. The break-even count is total cost over total gain, so set-ups without a
+    gain raise the count.
 
-    Counts: only the most recently called signatures are counted. A forgotten signature starts again
-    at 0, so counts are never too high. A signature called at least once in `remembered` calls is
-    never forgotten.
+    Counts: only the `remembered` most recently called signatures are counted. The count of a
+    forgotten signature restarts at 0, so counts are never too high. A signature called at least
+    once in `remembered` calls is never forgotten.
 
-    Observe only calls without a plan. Thread-safe.
+    Call `observe` only for calls without a plan. Thread-safe.
 
     Args:
         setup_s: cost of tuning one signature, in seconds.
@@ -77,8 +79,9 @@ class ChurnGuard:
     def observe(self, signature: Hashable) -> str | None:
         """Counts an untouched call; returns None to tune its signature now, else the reason not to.
 
-        The reason is a fixed text, by which calls are counted; `why` gives the numbers. After None,
-        a signature stays at None while it is remembered: the caller must start its tuning once.
+        The reason is a fixed text, so that calls can be counted by reason; `why` gives the numbers.
+        After None, later calls of a remembered signature also return None, so the caller must start
+        tuning only once.
 
         Args:
             signature: any hashable value that is equal for calls of one signature.
@@ -107,7 +110,7 @@ class ChurnGuard:
             return None
 
     def paid(self, setup_s: float, gain_s: float) -> None:
-        """Corrects the estimates by a measured set-up.
+        """Updates the estimates of cost and gain with a measured set-up.
 
         Args:
             setup_s: cost of the set-up, in seconds.
@@ -122,7 +125,7 @@ class ChurnGuard:
             self._break_even_calls = self._setup_s / self._gain_s if self._gain_s else float("inf")
 
     def why(self) -> str:
-        """Current counts and estimates in one line."""
+        """Describes the current call counts and cost estimates in one line."""
         with self._lock:
             calls, distinct = self._calls, self._distinct
             cost, patience = self._setup_s / self._setups, self._break_even_calls

@@ -1,4 +1,4 @@
-"""Compares samples of GPU weights with their former values, in parallel with tuned calls."""
+"""Detects changed GPU weights by comparing sampled elements, in parallel with tuned calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class DeviceSamples:
-    """Finds writes to CUDA tensors that raise no version.
+    """Finds writes to CUDA tensors that do not increment the version counter of the tensor.
 
-    A comparison is a CUDA graph of a few small kernels on its own stream. It is ordered behind all
-    work that the caller enqueued before the call, and sets a flag in page-locked memory. `changed`
-    waits up to `WAIT_NS` for the flag, before the result is returned. Behind a longer queue, a
-    later call reads the flag.
+    A comparison is a CUDA graph of a few small kernels on a separate stream. Each comparison waits
+    for all work that the caller enqueued before the call, and sets a flag in pinned host memory.
+    Before the result of a call is returned, `changed` waits up to `WAIT_NS` for the comparison. If
+    a comparison takes longer than `WAIT_NS`, a later call reads its flag.
 
     Call `begin` before enqueueing the work of a call and `changed` after it.
 
@@ -54,7 +54,7 @@ class DeviceSamples:
         return bool(self._probes)
 
     def begin(self) -> None:
-        """Orders the next comparison behind the current streams, if one is due."""
+        """Orders the next comparison behind all work on the current streams, if one is due."""
         now = time.perf_counter_ns()
         if now - self._compared_at < INTERVAL_NS or torch.cuda.is_current_stream_capturing():
             return
@@ -75,7 +75,7 @@ class DeviceSamples:
         return any(probe.flag.value for probe in self._probes)
 
     def differ_now(self) -> bool:
-        """Compares now, waits for the result and returns whether values differ."""
+        """Runs a comparison immediately, waits for it, and returns whether values differ."""
         for probe in self._probes:
             probe.mark()
             probe.compare(wait=True)
@@ -83,7 +83,7 @@ class DeviceSamples:
 
 
 class _Probe:
-    """The comparison of tensors on one device.
+    """Compares sampled elements of the tensors on one device.
 
     Attributes:
         flag: nonzero once a comparison has found changed values.
@@ -133,7 +133,7 @@ class _Probe:
         self._marked.record(torch.cuda.current_stream(self._device))
 
     def compare(self, wait: bool = False) -> None:
-        """Enqueues a comparison and waits for it, at most `WAIT_NS` unless `wait`."""
+        """Enqueues a comparison; waits for it up to `WAIT_NS`, or until it ends with `wait`."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._marked)
             self._graph.replay()
@@ -145,7 +145,7 @@ class _Probe:
 
 
 class _Gather:
-    """Gathers blocks of one element type into one tensor and keeps their former values."""
+    """Gathers sample blocks of one element type into one tensor, and keeps their former values."""
 
     def __init__(self, blocks: list[Tensor]) -> None:
         self._blocks = blocks
@@ -163,13 +163,13 @@ class _Gather:
         return (self._now != self._then).any().int()
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Drops the blocks; returns the tensors that the recorded comparison still uses."""
+        """Drops the sample blocks; returns the tensors that the recorded CUDA graph still uses."""
         self._blocks = self._slices = []
         return self._now, self._then
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill the memory without gaps, in any order of dimensions."""
+    """Whether a tensor's elements fill its memory without gaps, in any order of dimensions."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     axes = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)

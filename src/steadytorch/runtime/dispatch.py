@@ -1,4 +1,4 @@
-"""Dispatches a call by its arguments: obstacles, table entries and the fast path.
+"""Dispatches each call by its arguments to an executor or to the untouched model.
 
 The fast path is written for speed; its counters take no lock.
 """
@@ -46,7 +46,7 @@ NOT_FASTER = "nothing was faster than the untouched model"
 
 
 class CallContext(NamedTuple):
-    """The first call of a signature."""
+    """The first call with a signature: the model and its arguments."""
 
     model: nn.Module
     signature: Signature
@@ -72,7 +72,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Resolution:
-    """How to serve a signature.
+    """How to serve calls with one signature.
 
     Attributes:
         candidate: the transforms to apply; None without a plan, empty if the plan is to leave the
@@ -117,11 +117,11 @@ class CallCounter:
         self._lock = Lock()
 
     def after_fork(self) -> None:
-        """Replaces the lock, which a thread of the parent process may have held."""
+        """Replaces the lock in a forked child, since a thread of the parent may have held it."""
         self._lock = Lock()
 
     def value(self) -> int:
-        """The number of calls of `tick`."""
+        """The number of calls of `tick` so far."""
         with self._lock:
             found = self.tick() - self._looks
             self._looks += 1
@@ -134,7 +134,7 @@ Probation = FirstCall | CanaryProbation | TrainingSmokeCheck
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """The state of one signature: its resolution, executor and counters.
+    """The serving state of one signature: its plan (resolution), executor and counters.
 
     Attributes:
         signature: the signature of the calls; None if it could not be computed.
@@ -180,12 +180,12 @@ class Entry:
 
     @property
     def detail(self) -> str:
-        """Current details of the reason."""
+        """Current details of the reason why the model runs untouched."""
         detail = self.resolution.detail
         return detail() if callable(detail) else detail
 
     def serving(self) -> Serving:
-        """The entry's line in the report."""
+        """This entry's line in the serving report."""
         candidate, origin = self.resolution.candidate, self.resolution.origin
         return Serving(
             signature=str(self.signature),
@@ -201,11 +201,11 @@ class Entry:
         )
 
     def prove(self) -> None:
-        """Marks the executor as proved, which ends its probation."""
+        """Marks the executor as having passed its first checks, which ends its probation."""
         self.probation, self.is_proved = None, True
 
     def retire(self, reason: str) -> None:
-        """Serves later calls untouched; calls in flight finish with the executor."""
+        """Sends later calls to the untouched model; calls in flight finish with the executor."""
         self.reason, self.call, self.probation, self.is_proved = reason, None, None, False
 
 
@@ -326,9 +326,10 @@ def fast_path(  # noqa: C901 - inlined for speed
     run: Run,
     compiled: Any = None,
 ) -> Serve:
-    """Fast path: one look-up, one executor, no lock.
+    """Makes the function that serves calls on the fast path: one lookup, one executor, no lock.
 
-    A closure, because attribute look-ups on an `nn.Module` are slow compared with the dispatch.
+    The function is a closure because attribute lookups on an `nn.Module` are slow compared with the
+    dispatch.
 
     Args:
         model: the untouched model.

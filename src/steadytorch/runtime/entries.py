@@ -1,4 +1,4 @@
-"""The entry table of a tuned module, filled at the first call of each signature."""
+"""The executor table of a tuned module, filled at the first call with each input signature."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CLASSES = ("same", "tf32", "fp16", "bf16", "int8")
 
 
 class ServingOptions(NamedTuple):
-    """How a tuned module serves.
+    """Options for how a tuned module serves calls.
 
     Attributes:
         alias_outputs: whether outputs may be buffers that the next call overwrites.
@@ -89,15 +89,16 @@ def parse_verify_every(verify_every: int | None) -> int | None:
 
 
 class Entries:
-    """Resolves each signature once and builds its executor once, in the first thread to call it.
+    """Looks up the plan and builds the executor of each signature once, in the first call.
 
-    Other threads do not wait. While an executor is built or checked they get an entry without one
-    and run untouched. There are two exceptions. While calls take turns (`settings`), untouched
-    calls wait too. In strict mode, calls of new signatures wait for a resolution in progress.
+    Other threads do not wait for an executor to be built. While one thread builds or checks an
+    executor, other threads run the untouched model. There are two exceptions to running without
+    waiting. While process-wide flags make tuned calls take turns (`settings`), untouched calls wait
+    too. In strict mode, calls with new signatures wait while another plan is looked up.
 
-    Executors are built in a caller's thread. Building runs the model with its own weights, draws
-    random numbers and sets process-wide flags. Only inside a call can we rely on the caller not to
-    use these at the same time.
+    Executors are built in a caller's thread. Building an executor runs the model with its own
+    weights, draws random numbers and sets process-wide flags. Building inside a call is safe
+    because the caller, who waits, does not use the model, random state or flags.
 
     Args:
         model: the untouched model.
@@ -120,7 +121,7 @@ class Entries:
         self._warned: set[str] = set()
 
     def of_call(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
-        """Returns the entry for a call, and resolves it again if its resolution asks for that.
+        """Returns the entry for a call; looks up its plan again if the last lookup requested that.
 
         Raises:
             Exception: these arguments have no signature.
@@ -139,7 +140,7 @@ class Entries:
         kwargs: dict[str, Any],
         instead_of: Entry | None = None,
     ) -> Entry:
-        """Returns the entry for a call whose key is new.
+        """Returns the table entry for a call whose key is new; creates the entry if needed.
 
         Args:
             key: the key of the call.
@@ -209,7 +210,7 @@ class Entries:
         return reason
 
     def close(self) -> list[Serving]:
-        """Frees the executors and forgets the signatures; returns their report lines."""
+        """Frees the executors, forgets the signatures and returns their report lines."""
         with settings.TURNS, self._lock:
             entries, served = list(self._by_signature.values()), self.servings()
             self._drop(lambda entry: True)
@@ -225,7 +226,7 @@ class Entries:
         return served
 
     def after_fork(self) -> None:
-        """Replaces the lock, which a thread of the parent process may have held."""
+        """Replaces the locks in a forked child, since threads of the parent may have held them."""
         self._lock = RLock()
         for entry in self._by_signature.values():
             entry.hits.after_fork()
@@ -256,7 +257,7 @@ class Entries:
         log.log(logging.WARNING if is_new else logging.DEBUG, "%s", text)
 
     def _is_padded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether calls with these arguments go through a bucket."""
+        """Whether calls with these arguments need padding to a bucket."""
         buckets = self._options.buckets
         if buckets is None:
             return False
@@ -325,7 +326,7 @@ class Entries:
     def _built(
         self, entry: Entry, candidate: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Executor | None:
-        """Builds an executor with its checks; None if it cannot serve, as `entry.reason` says."""
+        """Builds an executor with its checks; on failure, returns None and sets `entry.reason`."""
         if not self.is_built:
             self.weights.remember()
         elif self.weights.changed():  # `remember` would hide the change from the other entries
@@ -360,7 +361,7 @@ class Entries:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Probation, Probation]:
-        """Returns the check of the first calls, and the check of later calls."""
+        """Returns the check of an executor's first calls, and the check of its later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
             smoke_check = TrainingSmokeCheck(self._model, executor, device)
@@ -407,6 +408,6 @@ class Entries:
 
 
 def _precision(candidate: Candidate) -> str:
-    """The lowest precision class among the transforms."""
+    """The lowest precision class among the transforms of a candidate."""
     found = {transforms.create(spec).precision for spec in candidate}
     return max(found, key=_CLASSES.index, default="same")

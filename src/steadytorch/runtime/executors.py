@@ -1,4 +1,4 @@
-"""Builds the executor of a candidate, with the facts needed to serve it safely."""
+"""Builds executors: callables that run a model with a candidate's transforms applied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Executor:
-    """A candidate applied to a model.
+    """A callable that runs a model with a candidate's transforms applied.
 
     Attributes:
         call: has the call signature of the model.
@@ -57,7 +57,7 @@ def build(
     shelf: Shelf | None = None,
     choices: Choices = compiler_choices.NONE,
 ) -> Executor:
-    """Applies a candidate to the model for the inputs at hand.
+    """Builds an executor that applies a candidate's transforms to a model, for these inputs.
 
     Args:
         model: the untouched model; it is not changed.
@@ -99,7 +99,7 @@ def build(
 
 
 def _not_for_transforms(given: Any) -> Any:
-    """Placeholder for the loss and the optimizer, which transforms of the model never call."""
+    """Stands in for the loss and the optimizer, which model transforms must not call."""
     raise UsageError("the loss and the optimizer are the caller's")
 
 
@@ -134,10 +134,10 @@ def _apply(
 
 
 def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
-    """Copies the model for compiling, with its own buffers.
+    """Copies the model and its buffers before compilation.
 
-    Compiled code covers one path through the model. A call that takes another path may write to
-    buffers before that is detected.
+    A later call may take a branch that writes to buffers. The copy keeps buffer writes out of the
+    caller's model.
     """
     model = workload.model
     if model is not modules[0] or not isinstance(model, nn.Module):
@@ -154,7 +154,7 @@ def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
 def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
-    """Applies a transform; refuses to record a model that keeps state, as recording runs it."""
+    """Applies a transform; rejects a recording that changed state kept by the model."""
     state = State(modules, keep=True) if part.records else None
     with part.applied(workload) as changed:
         if state is not None and state.changed():

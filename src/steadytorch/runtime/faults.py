@@ -1,4 +1,4 @@
-"""Separates faults of an executor from exceptions meant for its caller."""
+"""Distinguishes failures of an executor from exceptions that must reach the caller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_OPERATORS = (RuntimeError, NotImplementedError, MemoryError)
 
 
 class Raised(BaseException):
-    """Carries a caller's exception through code that handles faults of executors.
+    """Carries an exception meant for the caller past the handlers of executor failures.
 
     Args:
         error: the exception to raise to the caller.
@@ -35,12 +35,12 @@ class Raised(BaseException):
 
 
 def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) -> bool:
-    """Whether an exception raised in an executor is meant for its caller.
+    """Whether an exception raised in an executor must propagate to the caller.
 
-    Signal handlers (a deadline), hooks (an early stop) and activation checkpointing raise such
-    exceptions. Classes that no executor raises (a library's control flow) are meant for the caller
-    too, as is what the untouched model would raise. All others may be the executor's fault, and the
-    model answers instead.
+    Exceptions from signal handlers (a deadline), user hooks (an early stop) and activation
+    checkpointing propagate. Exception classes from other packages, such as a library's control
+    flow, propagate too. If the executor runs the model itself, only operator errors are caught. Any
+    remaining exception may be the executor's fault, so the untouched model answers the call.
 
     Args:
         error: the exception caught.
@@ -60,7 +60,7 @@ def is_callers(error: Exception, modules: Iterable[nn.Module], is_live: bool) ->
 
 
 def noting(raised: list[Exception], call: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps a call so that its exceptions are appended to `raised`, then raised."""
+    """Wraps a call so that each exception is appended to `raised` and re-raised."""
 
     def noted() -> Any:
         try:
@@ -73,7 +73,7 @@ def noting(raised: list[Exception], call: Callable[[], Any]) -> Callable[[], Any
 
 
 def _passed(error: Exception) -> Iterator[CodeType]:
-    """The functions that an exception passed through."""
+    """Yields the code objects of all frames in an exception's traceback."""
     traceback = error.__traceback__
     while traceback is not None:
         yield traceback.tb_frame.f_code
@@ -81,7 +81,7 @@ def _passed(error: Exception) -> Iterator[CodeType]:
 
 
 def _callbacks(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The user's signal handlers and hooks, which may run within a call."""
+    """Yields all signal handlers and hooks that may run during a call."""
     for number in signal.valid_signals():
         yield signal.getsignal(number)
     for registry in ON_ALL:

@@ -1,8 +1,8 @@
-"""Switches inherited tuned modules to the untouched model in forked processes.
+"""Switches tuned modules inherited by a forked process to the untouched model.
 
-Only the forking thread survives in the child. A parallel region of OpenMP would wait forever for
-lost threads, and locks held by other threads stay locked. The child therefore runs inherited
-modules untouched until it calls `refresh`.
+A forked child contains only the thread that called `fork`. In the child, OpenMP parallel regions
+would wait forever for missing threads, and locks held by other threads stay locked. Inherited tuned
+modules therefore run untouched in the child until it calls their `refresh`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ FORKED = "the process was forked after the plan was applied; refresh() serves tu
 
 
 class Inherited(Protocol):
-    """An object with locks that is switched off in a forked child."""
+    """A tuned module whose `after_fork` is called in forked child processes."""
 
     def after_fork(self) -> None:
-        """Replaces locks and switches to untouched calls; called in the child."""
+        """Replaces the locks and switches to the untouched model; called in the forked child."""
 
 
 _modules: WeakSet[Inherited] = WeakSet()
 
 
 def watch(module: Inherited) -> None:
-    """Registers a module for `after_fork`, as long as it lives."""
+    """Registers a module so that forked children call its `after_fork`; holds a weak reference."""
     _modules.add(module)
 
 

@@ -1,4 +1,4 @@
-"""Computes table keys from call arguments, using attributes that PyTorch returns cheaply."""
+"""Computes dictionary keys from call arguments, using tensor attributes that are cheap to read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRING = {str}
 
 
 def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes a cheap key: equal keys imply equal signatures and devices.
+    """Computes a fast key of call arguments: equal keys imply equal signatures and devices.
 
     Raises:
         Exception: these arguments have no signature.
@@ -37,7 +37,7 @@ def quick_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _add(key: list[Any], values: Iterable[Any]) -> None:
-    """Appends arguments to a key; the prefix of each item fixes its length."""
+    """Appends arguments to a flat key, with types and lengths so that keys are unambiguous."""
     for a in values:
         kind = type(a)
         if kind is Tensor:
@@ -71,12 +71,12 @@ def _add_odd(key: list[Any], a: Any) -> None:
 
 
 def _is_container(a: Any) -> bool:
-    """Whether a value is a container with a signature, named tuples and dataclasses included."""
+    """Whether signatures support this type of container, such as a tuple, dict or dataclass."""
     return type(a) in pytree.SUPPORTED_NODES or isinstance(a, tuple) or is_closed(a)
 
 
 def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """Returns `quick_key`, or a compiled version that falls back to it.
+    """Returns `quick_key`, or a compiled key function that falls back to `quick_key`.
 
     Args:
         compiled: the module loaded by `native.host`, or None.
@@ -93,7 +93,7 @@ def key_function(compiled: Any) -> Callable[[tuple[Any, ...], Mapping[str, Any]]
 
 
 def why_no_key(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Returns why arguments have no key, with the position of the argument if known.
+    """Returns why call arguments have no key, with the argument's position if known.
 
     Args:
         error: the exception raised by `quick_key`.
@@ -108,7 +108,7 @@ def why_no_key(error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes the signature together with the devices, independent of keyword order.
+    """Combines the signature of a call with the devices of its tensors; ignores keyword order.
 
     Raises:
         TypeError: a tensor is sparse, belongs to a subclass, or does not hold its values in memory.
@@ -122,7 +122,7 @@ def full_key(found: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def needs_gradient(values: Iterable[Any]) -> bool:
-    """Whether any tensor in these arguments, with any nesting, requires a gradient."""
+    """Whether any tensor in these arguments requires a gradient, at any nesting depth."""
     for a in values:
         kind = type(a)
         if kind is Tensor:
@@ -145,7 +145,7 @@ def _odd_needs_gradient(a: Any) -> bool:
 
 
 def _oddity(a: Any) -> str:
-    """Describes why a value has no key; empty for plain tensors."""
+    """Describes why no key can be computed from a value; empty for plain tensors."""
     if type(a) is not Tensor or a.layout is not _STRIDED:
         layout = f"{a.layout} " if isinstance(a, Tensor) else ""
         return f"a {layout}{type(a).__name__}"

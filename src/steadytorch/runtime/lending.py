@@ -1,4 +1,4 @@
-"""Runs calls on copies of the caller's containers; writes are passed on with the result."""
+"""Runs calls on copies of the caller's containers, then copies changes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steadytorch.workload.containers import BorrowedArguments
 
 
 class Pending:
-    """A result together with pending writes to the caller's containers.
+    """A call's result, with writes that the caller's containers have not received yet.
 
     Attributes:
         result: the result of the call.
@@ -21,7 +21,7 @@ class Pending:
         self.written = borrowed.arguments if borrowed.is_written() else None
 
     def give_back(self) -> Any:
-        """Passes writes on to the caller's containers and returns the result.
+        """Copies pending writes to the caller's containers and returns the result.
 
         Raises:
             UnsupportedError: a container's class cannot be written to; nothing was written.
@@ -30,7 +30,7 @@ class Pending:
 
 
 def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
-    """Wraps a call so that it works on copies of the containers among its arguments."""
+    """Wraps a call so that it runs on copies of the containers among its arguments."""
 
     def lent_to(*args: Any, **kwargs: Any) -> Pending:
         borrowed = BorrowedArguments((args, kwargs))
@@ -41,5 +41,5 @@ def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
 
 
 def answer_of(result: Any) -> Any:
-    """The result of a call, with its pending writes to containers if any."""
+    """Returns a call's result, together with pending container writes if it is a `Pending`."""
     return (result.result, result.written) if isinstance(result, Pending) else result

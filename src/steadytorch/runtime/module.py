@@ -1,14 +1,15 @@
-"""Serves calls in production: a tuned executor per signature, or the untouched model.
+"""Serves calls of a model with one tuned executor per input signature, or untouched.
 
-Dispatch: the shapes, strides, types and devices of the arguments are the key of an entry, and the
-entry holds the executor. The fast path is one look-up, one executor, one check of the weights and
-one counter. It takes no lock and enters no context manager.
+Dispatch: the shapes, strides, dtypes and devices of the arguments form a key, which maps to an
+entry with the executor. The fast path does one dictionary look-up, one executor call, one weight
+check and one counter increment. The fast path takes no lock and enters no context manager.
 
-Stale weights: executors that call the model itself (`inference_mode`, flags) read its weights at
-each call. All others (copies, folded or compiled weights, recorded graphs) hold values of their
-own. For these, each call compares every tensor, submodule, hook and mode of the model with its
-state when the executor was built. The check runs after the launch, while the GPU works. A result
-that may be stale is thrown away. `Weights` documents the method and its limits.
+Stale weights: executors that call the original model (under `inference_mode` or with flags set)
+read its weights at each call. Other executors (model copies, folded or compiled weights, recorded
+graphs) keep weight values or addresses from build time. Each call of an executor with stored
+weights compares the model's tensors, submodules, hooks and modes with their state at build time.
+The weight check runs after the kernel launches, while the GPU works. A result that may come from
+stale weights is discarded. The class `Weights` documents how changes are detected, and the limits.
 """
 
 from __future__ import annotations
@@ -66,19 +67,21 @@ _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 class TunedModule(ModuleProxy):
-    """A model that runs tuned where a plan exists for the inputs, and untouched everywhere else.
+    """A wrapper that runs a model tuned if a plan exists for the inputs, and untouched otherwise.
 
-    It has the call signature, attributes, parameters and state dict of the model it wraps. It adds
-    `report`, `refresh`, `static_inputs` and `close`. When an executor fails, the untouched model
-    answers and `report` gives the reason. Tuned outputs have no gradient history.
+    A tuned module has the call signature, attributes, parameters and state dict of the wrapped
+    model. Additional methods are `report`, `refresh`, `static_inputs` and `close`. When an executor
+    fails, the untouched model answers and `report` gives the reason. Outputs of tuned calls have no
+    autograd history.
 
-    Executors are retired when weights are written to, moved or replaced after the plan was applied,
-    or when submodules are replaced, hooked or switched between train and eval. `refresh` rebuilds
-    them. Some changes cannot be seen: the writes that `Weights` lists, and changes to other
-    attributes of the model and its submodules, including `forward`. Call `refresh` after these.
+    Executors are retired when weights are written to, moved or replaced after the plan was applied.
+    Replacing, hooking or switching submodules between train and eval retires executors too.
+    `refresh` rebuilds retired executors. Some changes cannot be detected: the writes that `Weights`
+    lists, attributes of PyTorch's own modules, and class attributes such as `forward`. After an
+    undetectable change, call `refresh`.
 
-    A deep copy serves the plan with executors of its own. A pickled module serves untouched when it
-    is loaded, because the plan was not checked on that machine.
+    A deep copy of a tuned module serves the same plan with its own executors. An unpickled tuned
+    module runs untouched, because the plan was not checked on the loading machine.
 
     Args:
         model: the untouched model; it is called, never changed.
@@ -143,7 +146,7 @@ class TunedModule(ModuleProxy):
         return super().__call__(*args, **kwargs) if any(hooks) else serve(args, kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for `ModuleProxy`; a `forward` that is set here is called from then on."""
+        """Sets an attribute as `ModuleProxy` does; later calls use a newly set `forward`."""
         super().__setattr__(name, value)
         if name == "forward":
             self._entrance[1].append({name: value})  # so that `__call__` looks it up
@@ -158,7 +161,7 @@ class TunedModule(ModuleProxy):
         return self._entrance[0](args, kwargs)
 
     def report(self) -> Report:
-        """Counts tuned and untouched calls by signature, with reasons and savings."""
+        """Returns counts of tuned and untouched calls by signature, with reasons and time saved."""
         return self._tally.report(
             self._entries.servings(),
             self._gate.off,
@@ -169,15 +172,15 @@ class TunedModule(ModuleProxy):
     def static_inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the input buffers of the CUDA graph that serves these inputs.
 
-        A CUDA graph reads its inputs at fixed addresses. To save the copy, write the next inputs
-        into these buffers and call this module with them::
+        A CUDA graph reads its inputs at fixed addresses. To avoid copying the inputs, write the
+        next batch into the returned buffers and pass the buffers to this module::
 
             (images,), _ = fast.static_inputs(example)
             loader.read_into(images)
             outputs = fast(images)
 
-        Only one caller may use the buffers at a time. Any other call of the same signature
-        overwrites them.
+        Only one caller may use the buffers at a time. Any other call with the same input signature
+        overwrites the buffers.
 
         Args:
             args: example positional arguments.
@@ -202,9 +205,10 @@ class TunedModule(ModuleProxy):
         return executor.static if same else (args, kwargs)
 
     def refresh(self) -> None:
-        """Rebuilds executors at the next calls, from the model's present state.
+        """Drops all executors; later calls rebuild them from the model's current state.
 
-        Call this after a change of weights or of the environment, while no call is running.
+        Call `refresh` after changing weights, environment variables or global PyTorch settings,
+        while no call is running.
         """
         self._free("refreshed")
         self._gate.mode = self._model.training
@@ -217,7 +221,7 @@ class TunedModule(ModuleProxy):
     # -- serving --------------------------------------------------------------------------------
 
     def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Slow path: every check, then the entry's answer."""
+        """Serves a call off the fast path, with all checks."""
         off = self._gate.off
         if off is not None:
             if monotonic() < self._gate.until:
@@ -241,7 +245,7 @@ class TunedModule(ModuleProxy):
         return answer(entry, args, kwargs)
 
     def _serve_entry(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serves a call from its entry."""
+        """Serves a call with its entry's executor, or untouched if the entry has none."""
         if entry.call is None:
             return self._unserved(entry, args, kwargs, entry)
         if entry.probation is None and not settings.needed.alive:
@@ -264,7 +268,7 @@ class TunedModule(ModuleProxy):
             turns.release()
 
     def _checked(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serves a call and checks it against the untouched model, unless others hold the turn."""
+        """Compares a tuned call with the untouched model, unless another call holds the lock."""
         check, turns = entry.check, settings.TURNS
         if entry.call is None or check is None or not turns.acquire(blocking=False):
             return self._run_unchecked(entry, args, kwargs)
@@ -369,7 +373,10 @@ class TunedModule(ModuleProxy):
         return answer
 
     def _without_key(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Serves a call without a key. In strict mode the slow path finds other obstacles first."""
+        """Serves a call whose arguments have no key.
+
+        In strict mode, the slow path first checks for other reasons to run untouched.
+        """
         if self._options.strict:
             return self._slow_path(args, kwargs)
         return self._serve_without_key(error, args, kwargs)
@@ -382,7 +389,7 @@ class TunedModule(ModuleProxy):
         return self._missed(KEYLESS, args, kwargs, detail=f"{KEYLESS}: {why()}")
 
     def _unserved(self, served: Entry, args: Any, kwargs: Any, entry: Entry) -> Any:
-        """Serves a call whose entry has no executor: without a plan, or with one not in use."""
+        """Serves a call whose entry has no executor: no plan exists, or the plan is not in use."""
         reason = served.reason or NO_PLAN
         if served.resolution.candidate is None:
             detail = served.detail if self._options.strict else ""
@@ -395,7 +402,7 @@ class TunedModule(ModuleProxy):
     def _missed(
         self, reason: str, args: Any, kwargs: Any, entry: Entry | None = None, detail: str = ""
     ) -> Any:
-        """Serves a call without a plan: raises in strict mode, else runs the model untouched."""
+        """Handles a call without a plan: raises in strict mode, else runs the untouched model."""
         if not self._options.strict:
             return self._untouched(reason, args, kwargs, entry)
         self._tally.count(f"raised: {reason}")
@@ -452,7 +459,7 @@ class TunedModule(ModuleProxy):
         return method if is_compiling() else self._tally.noted(method)
 
     def after_fork(self) -> None:
-        """Switches a forked child to the untouched model; see `forks`."""
+        """Switches a forked child to the untouched model; see the module `forks`."""
         self._entries.after_fork()
         self._tally.after_fork()
         self._gate.off = self._gate.off or FORKED

@@ -1,4 +1,4 @@
-"""A proxy for a model: everything but the call is the model's own."""
+"""A proxy for a model that forwards everything except calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MARKS = frozenset({"_is_accelerate_prepared"})
 
 
 class Function(nn.Module):
-    """Wraps a callable that is not a module; it is always called untouched.
+    """Wraps a callable that is not an `nn.Module`; the callable always runs untouched.
 
     Args:
         function: the callable.
@@ -64,7 +64,7 @@ class Function(nn.Module):
 
 
 def as_module(model: Any) -> nn.Module:
-    """Returns the model if it is a module, else a `Function` that calls it.
+    """Returns the model if it is an `nn.Module`, else wraps it in a `Function`.
 
     Raises:
         UsageError: it cannot be called.
@@ -77,14 +77,14 @@ def as_module(model: Any) -> nn.Module:
 
 
 class _ClassMimic:
-    """Makes `isinstance` accept the model's class, which libraries check before saving.
+    """Makes `isinstance(wrapper, type(model))` true, which libraries check before saving.
 
-    `type` returns the wrapper's class. A separate class, because `super()` needs `__class__` in the
-    subclass.
+    `type(wrapper)` still returns the wrapper's class. `_ClassMimic` is a separate base class,
+    because `super()` in `ModuleProxy` needs the name `__class__`.
     """
 
     def _switch_off(self, reason: str) -> None:
-        """Stops serving tuned, because the model was changed through the wrapper."""
+        """Stops tuned calls, because the model was changed through the wrapper."""
         raise NotImplementedError
 
     @property
@@ -94,17 +94,18 @@ class _ClassMimic:
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        """Changes the model's class, as parametrizations do."""
+        """Sets the model's class, as parametrizations do, and stops tuned calls."""
         model = self.__dict__["_model"]
         model.__class__ = kind
         self._switch_off("its class was changed")
 
 
 class ModuleProxy(_ClassMimic, nn.Module):
-    """Has the attributes, signatures, parameters, buffers, submodules and state dict of a model.
+    """A proxy with a model's attributes, signature, parameters, buffers, submodules and state dict.
 
-    For containers it also has length, items and iteration. Its class is then a subclass with just
-    the special methods of the model's class, so that missing ones raise `TypeError` as before.
+    A proxy of a container module, such as `nn.Sequential`, supports `len`, indexing and iteration
+    too. Each proxy gets a subclass with only those special methods that the model's class has, so
+    that missing ones raise `TypeError`.
 
     Args:
         model: the model.
@@ -122,19 +123,19 @@ class ModuleProxy(_ClassMimic, nn.Module):
         object.__dict__["__class__"].__set__(self, kind)
 
     def _look(self) -> Any:
-        """Takes a snapshot for `_look_again`, before the model is changed."""
+        """Takes a snapshot of the model's state before a change, for `_look_again`."""
         raise NotImplementedError
 
     def _look_again(self, before: Any, reason: str) -> None:
-        """Stops serving tuned if the model differs from the snapshot."""
+        """Stops tuned calls if the model differs from a snapshot of `_look`."""
         raise NotImplementedError
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        """Called with a state dict before it is loaded into the model."""
+        """Called with a state dict before the model loads it."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Returns attributes of the model, with calls of its methods counted."""
+        """Returns an attribute of the model; calls of the model's public methods are counted."""
         model = self.__dict__.get("_model")
         if model is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -145,11 +146,11 @@ class ModuleProxy(_ClassMimic, nn.Module):
         return found
 
     def _noted(self, method: MethodType) -> MethodType:
-        """Wraps a method of the model so that its calls are counted."""
+        """Wraps a method of the model to count its calls."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the model, unless the wrapper has it; stops serving tuned."""
+        """Sets the model's attribute and stops tuned calls, unless the wrapper owns `name`."""
         if name in self.__dict__ or name in _MARKS or hasattr(type(self), name):
             super().__setattr__(name, value)
             return
@@ -158,7 +159,7 @@ class ModuleProxy(_ClassMimic, nn.Module):
             self._switch_off(f"{name} was set")
 
     def __delattr__(self, name: str) -> None:
-        """Deletes an attribute of the model, unless the wrapper has it; stops serving tuned."""
+        """Deletes the model's attribute and stops tuned calls, unless the wrapper owns `name`."""
         if name in self.__dict__ or hasattr(type(self), name):
             super().__delattr__(name)
             return
@@ -170,7 +171,7 @@ class ModuleProxy(_ClassMimic, nn.Module):
         return type(self).__name__
 
     def _copy_hooks(self, made: ModuleProxy, memo: dict[int, Any]) -> None:
-        """Copies this module's own hooks to a deep copy of it."""
+        """Copies the wrapper's own hooks to a deep copy of the wrapper."""
         memo[id(self)] = made  # a hook may refer to this module
         for name in _HOOKS:
             hooks, copied = self.__dict__[name], made.__dict__[name]
@@ -182,11 +183,11 @@ class ModuleProxy(_ClassMimic, nn.Module):
                 copied[key] = copy.deepcopy(hook, memo)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Generator[tuple[str, nn.Module]]:
-        """Yields the model's modules; parameters and buffers follow from these."""
+        """Yields the model's modules, on which `parameters` and `buffers` build."""
         yield from self._model.named_modules(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Calls a function with each module of the model."""
+        """Applies a function to each module of the model, as `nn.Module.apply` does."""
         before = self._look()
         self._model.apply(fn)
         self._look_again(before, "a function was applied to the model")
@@ -206,12 +207,12 @@ class ModuleProxy(_ClassMimic, nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Called by a parent's `load_state_dict`, which then loads the model's submodules."""
+        """Loads the model's own tensors when a parent module's `load_state_dict` runs."""
         self._expect_load(state_dict, prefix)
         self._model._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Switches the model's mode; a plan serves only the mode it was applied in."""
+        """Switches the model to train or eval; a plan serves only the mode it was applied in."""
         self._model.train(mode)
         return self
 
@@ -236,7 +237,7 @@ def _special_of(kind: type) -> frozenset[str]:
 
 @cache
 def _with_special_methods(kind: type, names: frozenset[str]) -> type:
-    """Makes a subclass that forwards these special methods to the model."""
+    """Creates a subclass of `kind` that forwards the special methods `names` to the model."""
     if not names:
         return kind
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -1,4 +1,4 @@
-"""Declarations of padded dimensions, and the padding itself."""
+"""Pads input dimensions to bucket sizes that the user declares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMATS = ((4, torch.channels_last), (5, torch.channels_last_3d))
 
 
 class Dimension(msgspec.Struct, frozen=True):
-    """A dimension of inputs that may be padded.
+    """An input dimension that may be padded to a bucket size.
 
     Attributes:
         name: its name in reasons.
@@ -38,14 +38,14 @@ class Dimension(msgspec.Struct, frozen=True):
     pad: Mapping[Place | None, Number]
 
     def bucket(self, size: int) -> int | None:
-        """The smallest bucket of at least this size, or None."""
+        """Returns the smallest bucket size that is at least `size`, or None."""
         if self.sizes is None:
             return 1 << max(size - 1, 0).bit_length()
         at = bisect_left(self.sizes, size)
         return self.sizes[at] if at < len(self.sizes) else None
 
     def index_in(self, place: Place, tensor: torch.Tensor) -> int | None:
-        """The index of this dimension in a tensor, or None if the tensor lacks it."""
+        """Returns the index of this dimension in a tensor, or None if the tensor lacks it."""
         if self.inputs is not None and place not in self.inputs:
             return None
         if not -tensor.dim() <= self.dim < tensor.dim():
@@ -53,12 +53,12 @@ class Dimension(msgspec.Struct, frozen=True):
         return self.dim % tensor.dim()
 
     def value_for(self, place: Place) -> Number | None:
-        """The declared padding value of an argument, or None."""
+        """Returns the declared padding value of an argument, or None."""
         return self.pad.get(place, self.pad.get(None))
 
 
 def declared(buckets: Mapping[str, Any]) -> tuple[Dimension, ...]:
-    """Reads a declaration of buckets.
+    """Parses the user's declaration of bucket sizes.
 
     Args:
         buckets: for each dimension's name, a mapping with these keys; `batch` may map to its
@@ -143,7 +143,7 @@ def _pad(name: str, given: Any) -> dict[Place | None, Number]:
 
 
 class Extension(msgspec.Struct, frozen=True):
-    """How one dimension of a tensor grows.
+    """The padding of one tensor dimension: its new size and the fill value.
 
     Attributes:
         dim: its index, not negative.
@@ -157,9 +157,9 @@ class Extension(msgspec.Struct, frozen=True):
 
 
 def extended(tensor: torch.Tensor, extensions: Sequence[Extension]) -> torch.Tensor:
-    """Pads a tensor at the end of dimensions, into new memory of the same memory format.
+    """Pads a tensor at the end of the given dimensions; returns new memory in the same format.
 
-    Random elements are normally distributed, scaled by the largest magnitude in the tensor.
+    Random padding values are normally distributed and scaled by the tensor's largest magnitude.
 
     Args:
         tensor: a dense tensor.

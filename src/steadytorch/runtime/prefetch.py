@@ -1,4 +1,4 @@
-"""The transform `prefetch` for a caller's own loop and loader."""
+"""Prefetches a data loader's batches to the GPU, for the caller's own loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from steadytorch.transforms.prefetch import BatchT, Prefetched
 def prefetch(
     loader: Iterable[BatchT], device: str | torch.device | None = None
 ) -> Prefetched[BatchT]:
-    """Iterates over a loader's batches and copies each to the device one step ahead.
+    """Iterates over a loader and copies each batch to the device one step ahead.
 
-    The copy of a batch overlaps with the computation on the previous one, so two batches are on the
-    device at a time. Order is kept, and the consumer may keep batches. The loader runs in the
-    caller's thread, one batch ahead; a slow loader should use its own workers. On a CPU, batches
-    are passed on unchanged.
+    The copy of a batch overlaps with computation on the previous batch, so two batches are on the
+    device at a time. Batches keep their order and stay valid for as long as the caller holds them.
+    The loader runs in the caller's thread, one batch ahead; a slow loader should use worker
+    processes. If the device is a CPU, batches pass through unchanged.
 
     Args:
         loader: any iterable; each iteration over the result takes a fresh iterator. Tensors in

@@ -1,4 +1,4 @@
-"""Watches the first calls of an executor for state, writes and random numbers."""
+"""Checks the first calls of an executor for state changes, buffer writes and random numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[], Any]
 
 
 class WatchedAnswer(NamedTuple):
-    """The answer to a watched call.
+    """The answer to a call that was checked for side effects.
 
     Attributes:
         result: the caller's result.
@@ -42,9 +42,10 @@ class WatchedAnswer(NamedTuple):
 
 
 class StateWatch:
-    """Detects state that calls leave behind in a model and its copies.
+    """Detects state changes that calls leave in a model and its copies.
 
-    Random numbers are checked at the first call only, because draws of other threads look the same.
+    Random numbers are checked at the first call only, because other threads advance the same
+    generators.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class StateWatch:
         self._draws = Draws(device) if is_first else None
 
     def fault(self) -> str | None:
-        """Why the executor must not be called again; None if the calls left nothing behind."""
+        """Returns why the executor must not run again, or None if calls changed no state."""
         if self._state.changed():
             return WRITES if self._weights.rewritten() else KEEPS_STATE
         return DRAWS if self._draws is not None and self._draws.happened() else None
 
     def undo(self) -> None:
-        """Restores the state and the random numbers found at the start."""
+        """Restores the model state and the random generators to the snapshot."""
         self._state.restore()
         if self._draws is not None:
             self._draws.undo()
 
 
 class FirstCall:
-    """Watches one call of an executor for state that it leaves behind.
+    """Checks one call of an executor for state changes that persist after the call.
 
     Args:
         executor: the executor to watch.
@@ -85,8 +86,8 @@ class FirstCall:
     ) -> WatchedAnswer:
         """Answers one call.
 
-        State changed by the model itself stays. State changed in a copy is discarded, as are writes
-        to the model by hooks of a copy; the model then answers.
+        State that the model itself changed is kept. State changed in a copy is discarded, as are
+        writes to the model by hooks of a copy. The untouched model then answers the call.
 
         Raises:
             Exception: exceptions of the executor propagate, and of the model if it had to answer.
@@ -112,10 +113,11 @@ class FirstCall:
 
 
 class CanaryProbation:
-    """Runs the canary on the first calls, and watches each call for state left behind.
+    """Compares first calls with the untouched model (a canary), and checks for state changes.
 
-    A model may keep state in a branch that is taken late. Every call answered by both sides is
-    therefore watched. A call answered by the executor alone gets the check of all later calls.
+    A model may change its state only in a branch that is first taken after many calls. Every call
+    that runs both the executor and the model is therefore checked for state changes. A call that
+    runs only the executor gets the lighter check that all later calls get.
 
     Args:
         executor: the executor to watch.
@@ -145,7 +147,7 @@ class CanaryProbation:
     def answer(
         self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]
     ) -> WatchedAnswer:
-        """Answers one call; state kept by the model is updated once.
+        """Answers one call; the model's own state is updated only once, even if both sides run.
 
         Raises:
             Exception: exceptions of the untouched model propagate, and of the executor outside of
@@ -195,7 +197,7 @@ class CanaryProbation:
 
 
 class _Sides:
-    """The two sides of one call on probation: which ran, and the state they left behind.
+    """One call with two sides, executor and model: which sides ran, and the state they changed.
 
     Args:
         run_tuned: runs the executor.
@@ -242,7 +244,7 @@ class _Sides:
         return self.of_model[0]
 
     def look(self) -> None:
-        """Begins to watch; later checks for a fault, and undoes the tuned side's changes."""
+        """Takes a snapshot on the first call; later calls check for and undo state changes."""
         if self.watch is None:
             self.watch = self._watching()
         elif self.fault is None:

@@ -1,4 +1,4 @@
-"""Counts of calls by outcome, as data and as text."""
+"""Reports how many calls of a tuned module had which outcome, as data and as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SHOWN = 5
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """One signature and how its calls were served.
+    """How calls with one input signature were served.
 
     Attributes:
         signature: the inputs as text; padded inputs are listed under their bucket too.
@@ -50,7 +50,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saved_ns(self) -> float:
-        """Time saved so far, from the plan's own measurement."""
+        """Time saved so far: tuned calls times the saving per call that tuning measured."""
         return self.hits * self.saved_per_call_ns
 
     def __str__(self) -> str:
@@ -107,18 +107,18 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def misses(self) -> int:
-        """Calls of signatures without an executor: no plan, or a demoted plan."""
+        """Calls of signatures without an executor: no plan exists, or the plan was demoted."""
         return sum(each.others for each in self.signatures if each.executor is None)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Calls that ran untouched, by reason."""
+        """Numbers of calls that ran the untouched model, by reason."""
         untouched = {k: n for k, n in self.calls.items() if k.startswith(_UNTOUCHED)}
         return {reason.removeprefix(_UNTOUCHED): n for reason, n in untouched.items()}
 
     @property
     def saved_s(self) -> float:
-        """Seconds saved by tuned calls, from the plans' own measurements."""
+        """Seconds saved by tuned calls, based on the savings per call that tuning measured."""
         return 1e-9 * (self.saved_before_ns + sum(each.saved_ns for each in self.signatures))
 
     def __str__(self) -> str:
@@ -164,11 +164,11 @@ class Tally:
         self._lock = Lock()
 
     def after_fork(self) -> None:
-        """Replaces the lock, which a thread of the parent process may have held."""
+        """Replaces the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = Lock()
 
     def count(self, outcome: str) -> None:
-        """Counts a call by outcome, other than those counted by entries."""
+        """Counts a call by outcome, except for tuned calls, which are counted by signature."""
         with self._lock:
             self._calls[outcome] += 1
 
@@ -178,7 +178,7 @@ class Tally:
             self._checked += 1
 
     def noted(self, method: MethodType) -> MethodType:
-        """Wraps a method of the model so that its calls are counted."""
+        """Wraps a method of the model to count its calls."""
         function = method.__func__
         found = self._noting.get(function)
         if found is None:
@@ -197,7 +197,7 @@ class Tally:
         return counting
 
     def keep(self, freed: Iterable[Serving]) -> None:
-        """Keeps the counts of freed executors for later reports."""
+        """Adds the counts of freed executors to the totals of later reports."""
         with self._lock:
             for each in freed:
                 self._calls[TUNED] += each.hits
@@ -210,7 +210,7 @@ class Tally:
         interpreted_for: str = "",
         verify_every: int | None = None,
     ) -> Report:
-        """Builds the report of all calls.
+        """Builds the report on all calls so far.
 
         Args:
             signatures: the current entries.
@@ -238,10 +238,10 @@ class Tally:
 
 
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:
-    """Convolutions that PyTorch ran in place of a stored engine in this process, with reasons.
+    """Returns convolutions that PyTorch ran instead of a stored cuDNN engine, with reasons.
 
-    The calling model is unknown. They are reported by each module with an executor that uses
-    engines.
+    The list covers the whole process, because the model that ran a convolution is unknown. Every
+    module with an executor that uses stored engines reports the same list.
 
     Args:
         signatures: the module's entries.

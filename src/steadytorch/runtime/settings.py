@@ -1,13 +1,14 @@
-"""Serialises calls that need different process-wide settings of PyTorch.
+"""Serialises calls that need different process-wide PyTorch settings.
 
-A plan may set flags around each call (TF32, cuDNN's modes, the attention backend). These hold for
-the whole process: concurrent calls would compute under each other's flags and restore them in the
-wrong order. While an executor with flags is alive or being built, calls of all tuned modules
-therefore take turns. On a GPU a call returns after the launch, so this costs little. Without such
-executors no call waits, and a call that finds an executor being built or checked runs untouched.
+A tuned call may set flags: TF32, cuDNN's modes or the attention backend. Flags hold for the whole
+process, so concurrent calls would see each other's flags and restore them in the wrong order. While
+any executor that sets flags is alive or being built, calls of all tuned modules therefore run one
+at a time. Serialising costs little on a GPU, because a call returns after its kernel launches. If
+no executor sets flags, only smoke checks of training plans wait. Other calls that must build or
+check an executor run untouched while another thread does so.
 
-Calls of models outside of tuned modules cannot be serialised. If other threads make such calls,
-tune without these transforms.
+Calls of models outside of tuned modules are not serialised. If other threads call untuned models,
+tune without transforms that set flags.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ models, records and compiles, so only one module builds at a time. Acquire it be
 
 
 class _Needed:
-    """Counts the scopes in which live executors set process-wide flags."""
+    """Counts live executors that set process-wide flags, once per flag-setting transform."""
 
     alive = 0
 
@@ -35,20 +36,20 @@ needed = _Needed()
 
 
 def after_fork() -> None:
-    """Resets lock and count in a forked child, where the parent's executors do not run."""
+    """Resets the lock and the count in a forked child, where the parent's executors do not run."""
     global TURNS
     TURNS = RLock()
     needed.alive = 0
 
 
 def is_switched_off() -> bool:
-    """Whether the environment switches all tuned serving off."""
+    """Whether the environment variable `STEADYTORCH_MODE` switches off all tuned serving."""
     return os.environ.get(SWITCH, "").strip().lower() == "off"
 
 
 @contextmanager
 def setting_flags() -> Iterator[None]:
-    """Counts a scope of a live executor that sets flags at each call."""
+    """Counts one flag-setting transform of a live executor while the context is open."""
     with TURNS:
         needed.alive += 1
     try:

@@ -1,8 +1,9 @@
-"""Checks the first step of a training plan in this process against the untouched model.
+"""Compares the first step of a training plan in this process with the untouched model.
 
-The search has verified the numbers. This checks that the executor built in this process trains this
-model. Without it, an exception in the backward pass would reach the caller, and a wrong gradient
-would go unnoticed. Backward passes with `retain_graph` or `create_graph` are not checked.
+Tuning has already verified the plan's numerical results. The smoke check verifies that the executor
+built in this process trains this model. Without the smoke check, backward exceptions would reach
+the caller, and wrong gradients would go unnoticed. Backward passes with `retain_graph` or
+`create_graph` are not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ weights give 1 and more."""
 
 
 class _Passes(NamedTuple):
-    """The results of a forward and a backward pass.
+    """The results of one forward and one backward pass.
 
     Attributes:
         outputs: the outputs, with pending writes to containers.
@@ -44,10 +45,11 @@ class _Passes(NamedTuple):
 
 
 class TrainingSmokeCheck:
-    """Runs executor and model forward and backward, once each, and restores their state.
+    """Runs forward and backward once on executor and model, compares them and restores state.
 
-    A random weighting of the outputs stands in for the loss. Gradients are not accumulated. Hooks
-    of modules and tensors run as in any call.
+    In place of a loss, the check uses a sum of the outputs with random weights. The check does not
+    accumulate into the parameters' `grad`. Module and tensor hooks run during the check as in any
+    call.
 
     Args:
         model: the untouched model.
@@ -59,7 +61,7 @@ class TrainingSmokeCheck:
         self._model, self._executor, self._device = model, executor, device
 
     def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Returns why the executor must not serve, or None if it may.
+        """Returns why the executor failed the check, or None if it passed.
 
         Args:
             args: positional arguments of a call.

@@ -26,9 +26,9 @@ _OF_ALL = frozenset(vars(nn.Module()))
 class State:
     """A snapshot of the state that a model keeps in plain attributes and buffers.
 
-    If a model changes this state in its forward, its answers depend on earlier calls, and a
-    converted copy would have its own history. Detected are assigned attributes and written tensors,
-    also one level down in lists, tuples, deques, sets and dictionaries, buffers included.
+    If `forward` changes attributes or buffers, outputs depend on earlier calls, and a converted
+    copy of the model would diverge. Assigned attributes and written tensors are detected, in
+    buffers and one level deep in lists, tuples, deques, sets and dictionaries.
 
     Args:
         modules: the module trees to inspect.
@@ -50,14 +50,14 @@ class State:
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
 
     def changed(self) -> bool:
-        """Whether the state differs from the snapshot."""
+        """Whether the model's state differs from the snapshot."""
         return any(
             _differs(before, module)
             for before, module in zip(self._seen, self._modules, strict=True)
         )
 
     def mend(self) -> None:
-        """Converts inference tensors left by a call into ordinary tensors, in containers too."""
+        """Converts inference tensors left in attributes or containers to ordinary tensors."""
         leaving = Leaving([], objects=False)
         with torch.inference_mode(False):
             for held in map(vars, self._modules):
@@ -65,7 +65,7 @@ class State:
                     held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
-        """Restores attributes, and the contents of tensors if `restorable`."""
+        """Restores attributes, and also tensor contents if `restorable`."""
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
                 for name in kept_attributes(module).keys() - before.keys():
@@ -80,9 +80,9 @@ class State:
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes, without those that PyTorch's hooks compute at each call.
+    """Returns a module's attributes, without weights that PyTorch's hooks recompute at each call.
 
-    Weight norm and spectral norm assign the weight that they compute.
+    Hooks of weight norm and spectral norm assign a newly computed weight at each call.
     """
     computed = {
         getattr(hook, "name", None)
@@ -117,7 +117,7 @@ def _own_names(attributes: dict[str, Any]) -> list[str]:
 
 
 def _refill(seen: tuple[Any, ...]) -> None:
-    """Restores the items of a container."""
+    """Restores the items of a list, dictionary, set or deque from a snapshot."""
     value, keys, items, _ = seen
     if isinstance(value, dict):
         value.clear()
@@ -149,11 +149,12 @@ def _alike(before: Any, after: Any) -> bool:
 
 
 def writes_of(copy: nn.Module) -> Callable[[], bool]:
-    """Makes a function that tells whether calls of a model's copy changed the copy's state.
+    """Returns a function that tells whether calls of a model copy changed the copy's state.
 
-    Fast enough for every call, unlike `State`, because it skips modules of PyTorch's own classes.
-    In evaluation mode, their forward changes no state. In training mode (batch norm), the first
-    call already changes state, and `State` detects that.
+    Unlike `State`, the check is fast enough for every call: it skips modules of PyTorch's own
+    classes. The `forward` of PyTorch's own modules changes no state in evaluation mode. In training
+    mode, PyTorch's own modules such as batch norm change state at the first call, which `State`
+    detects.
 
     Args:
         copy: the copy that calls run; only they may change it.
@@ -183,7 +184,7 @@ def writes_of(copy: nn.Module) -> Callable[[], bool]:
 
 
 def _held(value: Any) -> Any:
-    """Copies a container; returns other values as they are."""
+    """Returns a shallow copy of a container, and any other value as it is."""
     return type(value)(value) if type(value) in (list, deque, dict, set) else value
 
 
@@ -196,7 +197,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 class Draws:
     """A snapshot of the random number generators that a model on `device` draws from.
 
-    Draws of other threads at the same time cannot be told from the model's.
+    Random numbers that other threads draw at the same time are attributed to the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -204,11 +205,11 @@ class Draws:
         self._found = self._now()
 
     def happened(self) -> bool:
-        """Whether numbers were drawn since the snapshot."""
+        """Whether random numbers were drawn since the snapshot."""
         return not all(map(torch.equal, self._found, self._now()))
 
     def undo(self) -> None:
-        """Restores the generators, so that the same numbers are drawn again."""
+        """Restores the random number generators, so that the same numbers are drawn again."""
         torch.set_rng_state(self._found[0])
         if self._device is not None:
             torch.cuda.set_rng_state(self._found[1], self._device)

@@ -1,4 +1,4 @@
-"""The whole training step of a plan: one callable for the user's loop."""
+"""Runs a plan's whole training step as one callable for the user's loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALONE = "a step under DDP is recorded only if two or more ranks agree: leave agr
 
 
 class Shared(NamedTuple):
-    """What the ranks of a step share.
+    """Data that all ranks running one training step have in common.
 
     Attributes:
         ranks: this process and its group.
@@ -94,11 +94,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 class TunedStep:
     """Runs a plan's whole training step: forward, loss, backward, clipping, update.
 
-    `step(inputs, *targets)` takes one micro-batch and returns its loss, a detached scalar that
-    later calls do not overwrite. It raises only where the eager step would raise. A call that
-    cannot be replayed runs eagerly on the same parameters and optimizer, and is counted by reason.
-    Learning rates may change at any step. The first micro-batch of each update drops earlier
-    gradients. The caller goes on using the same model and optimizer, `state_dict` included.
+    `step(inputs, *targets)` takes one micro-batch and returns the loss, a detached scalar that
+    later calls do not overwrite. A tuned step raises an exception only where the eager step would
+    raise one. A call that cannot replay a CUDA graph runs eagerly on the same parameters and
+    optimizer, and is counted by reason. Learning rates may change between steps. The first
+    micro-batch of each optimizer update discards earlier gradients. The caller keeps using the same
+    model and optimizer, including their `state_dict`.
 
     Args:
         fast: the model, served by the plan.
@@ -195,11 +196,11 @@ class TunedStep:
         return self._eager(args, kwargs, targets)
 
     def _reduces(self) -> bool:
-        """Whether this micro-batch completes a batch, so that ranks add up their gradients."""
+        """Whether ranks all-reduce gradients now: at the last micro-batch of an update."""
         return self._eager.turn == self._eager.accumulate - 1
 
     def _pass(self, points: Checkpoints) -> None:
-        """Tells other ranks of a fault here, and follows them at the step agreed on."""
+        """Publishes this rank's fault; ends the plan or its graphs at the agreed step."""
         graphs = self._captured if isinstance(self._captured, UniformStep) else None
         fault, kind = (None if self._ended else self._fast.fault), "plan"
         if fault is None and graphs is not None:
@@ -216,12 +217,12 @@ class TunedStep:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the gradients before the last clipping, on the device; None without."""
+        """The gradient norm before the latest clipping, on the device; None without clipping."""
         norm = self._eager.norm
         return None if norm is None else norm.detach().clone()
 
     def report(self) -> StepReport:
-        """What was replayed and what ran eagerly, with reasons and gains."""
+        """Returns counts of replayed and eager calls, with reasons and time saved."""
         captured = self._captured
         eager = self._counts if captured is None else captured.eager
         replays = 0 if captured is None else captured.replays
@@ -239,7 +240,7 @@ class TunedStep:
         )
 
     def close(self) -> None:
-        """Frees the graphs; steps run eagerly from then on."""
+        """Frees the CUDA graphs; later steps run eagerly."""
         if self._captured is not None:
             self._captured.close()
 
@@ -260,7 +261,7 @@ class TunedStep:
 def _update(
     parts: list[Any], workload: Workload, optimizer: Optimizer, off: str | None
 ) -> tuple[Update | None, str]:
-    """How the optimizer's step is taken, and that in words."""
+    """Returns the optimizer update to run, and a description of it."""
     wanted = next((part for part in parts if isinstance(part, OptimizerStep)), None)
     if off is not None:
         return None, f"its own step: {off}"

@@ -1,8 +1,9 @@
-"""The state of cuDNN's benchmark switch in this process, and its pitfalls.
+"""Reads the state of `torch.backends.cudnn.benchmark`, and lists the pitfalls of that switch.
 
 Sources: the documentation of `torch.backends.cudnn`, and PyTorch's
-`aten/src/ATen/native/cudnn/Conv_v8.cpp`. That file times each engine once, within the free
-workspace of the allocator, and caches the choice by shape for both states of the switch.
+`aten/src/ATen/native/cudnn/Conv_v8.cpp`. `Conv_v8.cpp` times each engine once, within the
+allocator's free memory. PyTorch caches the chosen engine by shape, and uses the same cache with the
+switch on and off.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FLOAT32 = "cudnn.conv.fp32_precision"
 
 
 def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:
-    """Reads the switch without changing it or running a convolution."""
+    """Reads the cuDNN benchmark switch without changing it or running a convolution."""
     cudnn, reason = torch.backends.cudnn, why_not()
     limit, deterministic = cudnn.benchmark_limit, bool(cudnn.deterministic)
     return Switch(
@@ -37,7 +38,7 @@ def read_switch(environment: Mapping[str, str] = os.environ) -> Switch:
 
 
 def traps(limit: int | None, deterministic: bool) -> tuple[str, ...]:
-    """Pitfalls of the switch, one sentence each.
+    """Returns the pitfalls of the cuDNN benchmark switch, one sentence each.
 
     Args:
         limit: engines timed per convolution; 0 for all.

@@ -1,4 +1,4 @@
-"""Serves training plans: gradients of tuned calls reach the model's own weights."""
+"""Serves training plans: the gradients of tuned calls reach the model's own weights."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ CHANGED = "modules, hooks, modes or requires_grad flags changed"
 
 
 class TrainedModule(TunedModule):
-    """A model that trains tuned where a plan exists for the inputs, and untouched everywhere else.
+    """A wrapper that trains a model tuned if a plan exists for the inputs, and untouched otherwise.
 
-    Made with `ServingOptions(trains=True)`. Executors compute with the model's own tensors, so
-    optimizer steps and `load_state_dict` take effect at the next call. Loss, optimizer, loss
-    scaling and accumulation stay with the caller. In evaluation mode, without grad mode, under
-    autocast and for inputs that require gradients, the model runs untouched.
+    `Plan.apply` creates a trained module for training plans, with `ServingOptions(trains=True)`.
+    Executors compute with the model's own tensors, so optimizer steps and `load_state_dict` take
+    effect at the next call. The caller keeps control of loss, optimizer, loss scaling and gradient
+    accumulation. The model runs untouched in evaluation mode, without grad mode, under autocast, or
+    if inputs require gradients.
 
-    Before the first tuned call of a signature, executor and model run one step each, forward and
-    backward; see `TrainingSmokeCheck`. Later exceptions of a backward pass propagate to the caller.
-    Compiled plans support neither `retain_graph` nor `create_graph`.
+    Before the first tuned call of a signature, executor and model each run one forward and
+    backward; see `TrainingSmokeCheck`. After the smoke check, exceptions in backward passes
+    propagate to the caller. Plans that use `torch.compile` support neither `retain_graph` nor
+    `create_graph`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,28 +38,28 @@ class TrainedModule(TunedModule):
 
     @property
     def is_off(self) -> str | None:
-        """Why every call runs untouched; None where calls may be served."""
+        """The reason why all calls run untouched; None if tuned calls are possible."""
         return self._gate.off
 
     @property
     def fault(self) -> str | None:
-        """Why an executor that was built no longer serves; None if all of them do."""
+        """The reason why a built executor no longer serves; None if all executors do."""
         if self._gate.off is not None:
             return self._gate.off
         retired = (e for e in self._entries.found.values() if e.executor and e.call is None)
         return next((entry.reason for entry in retired), None)
 
     def end_on_all_ranks(self, reason: str) -> None:
-        """Runs every later call untouched, because a rank had to."""
+        """Makes all later calls run untouched, because the plan ended on all ranks."""
         self._switch_off(f"ended on all ranks ({reason})")
 
     def refresh(self) -> None:
-        """Rebuilds executors at the next calls, from the model's present state."""
+        """Drops all executors; later calls rebuild them from the model's current state."""
         super().refresh()
         self._entries.weights.remember()
 
     def _expect_load(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        """Does nothing: executors read the model's own tensors."""
+        """Does nothing, because executors read the model's own tensors."""
 
     def _slow_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._gate.off is None and not torch.is_grad_enabled():
@@ -74,7 +76,7 @@ class TrainedModule(TunedModule):
         return (self._checked if checks else self._recorded)(entry, args, kwargs)
 
     def _recorded(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the executor in the caller's grad mode."""
+        """Runs the executor in the caller's grad mode."""
         if entry.call is None:  # retired by another thread
             return self._failed(entry, None, args, kwargs)
         try:

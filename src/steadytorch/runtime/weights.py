@@ -1,4 +1,4 @@
-"""Detects changes of a model since its executors were built."""
+"""Detects whether a model has changed since its executors were built."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ class Weights:
 
     Each check compares four things:
 
-    - Versions: in-place edits (`copy_`, `load_state_dict`, most optimizers) raise a counter.
+    - Versions: in-place edits (`copy_`, `load_state_dict`, most optimizers) raise a tensor's
+    version counter.
     - Addresses, and weak references to storages: moves and conversions replace a tensor's memory
       without raising its version, and the allocator may reuse freed memory.
     - Values: fused optimizers, `.data`, NumPy and kernels write without raising a version. Each
       check compares some elements of each CPU tensor; for GPUs see `DeviceSamples`.
     - Steps of optimizers over these tensors, reported by PyTorch's global hook.
 
-    Plain attributes (tensors, containers, values) of modules of the user's own classes are compared
-    too, and tensors in nested containers.
+    Plain attributes of modules of user-defined classes are compared too: values, tensors and
+    containers, including tensors in nested containers.
 
-    Limit: a write to a few elements of a large tensor that raises no version may go unseen.
+    Limit: a write to a few elements of a large tensor may go undetected if it does not raise the
+    version counter.
 
     Args:
         model: the model to watch.
@@ -83,7 +85,7 @@ class Weights:
         self._on_device = DeviceSamples(())
 
     def remember(self) -> None:
-        """Takes the present state as the reference; call this before `changed`."""
+        """Stores the current state as the reference; call `remember` before `changed`."""
         own, all_held = _Watched(self._model), _Watched(self._model, plain=self._contents)
         announced: list[Any] = []
         replaced: list[Any] = []
@@ -120,14 +122,14 @@ class Weights:
 
     @property
     def lateness(self) -> str:
-        """A note for the warning if a write was found after results were returned; else empty."""
+        """Warning text if a write was detected only after results were returned; else empty."""
         return LATE if self._on_device.is_late else ""
 
     def expect(self, given: Mapping[str, Any], prefix: str = "") -> bool:
-        """Records a load of a state dict; returns whether its values equal the model's.
+        """Records an upcoming state dict load; returns whether its values equal the model's.
 
-        Call this before the load. Loading equal values raises versions but changes nothing; see
-        `is_forgiven`.
+        Call `expect` before loading the state dict. Loading equal values raises tensor versions
+        without changing the weights; see `is_forgiven`.
 
         Args:
             given: the state dict to be loaded.
@@ -141,14 +143,14 @@ class Weights:
         return is_own
 
     def places(self) -> list[Any]:
-        """Object, address, type and device of each parameter and buffer."""
+        """Returns the identity, address, dtype and device of each parameter and buffer."""
         held = chain(self._model.parameters(), self._model.buffers())
         return [(id(t), _address(t), t.dtype, t.device) for t in held]
 
     def is_forgiven(self) -> bool:
-        """Whether the only changes were loads of equal values; see `expect`.
+        """Whether state dict loads with equal values were the only changes; see `expect`.
 
-        If so, takes the present state as the new reference.
+        If equal loads were the only changes, the current state becomes the new reference.
         """
         if not self._is_only_loaded():
             return False
@@ -160,14 +162,14 @@ class Weights:
         return bool(self._loads) and not (is_announced or self._moved(self._loads))
 
     def step_of(self, optimizer: Optimizer) -> None:
-        """Records a step of an optimizer that updates a watched tensor."""
+        """Records an optimizer step if the optimizer updates a watched tensor."""
         groups = optimizer.param_groups
         if not self._identities.isdisjoint(id(p) for group in groups for p in group["params"]):
             self._announced.append(optimizer.__class__)
 
 
 def _announce_steps() -> None:
-    """Registers the global hook on optimizer steps, once per process."""
+    """Registers PyTorch's global hook on optimizer steps, once per process."""
     if not _hooked:
         _hooked.append(register_optimizer_step_post_hook(_on_step))
 
@@ -183,7 +185,7 @@ def _on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Watched:
-    """The parts of a model that are compared.
+    """The parts of a model that are compared to detect changes.
 
     Args:
         model: the model to watch.
@@ -226,7 +228,7 @@ class _Watched:
 
 
 class _Walk:
-    """Finds tensors, containers and modules that modules hold outside of their registries.
+    """Finds tensors, containers and modules held in plain attributes of modules.
 
     Args:
         modules: the modules to start from.
@@ -286,7 +288,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _storages(tensors: list[Tensor], freed: Callable[[Any], None]) -> list[Any]:
-    """Weak references to storages; `freed` is called when one is freed."""
+    """Returns weak references to tensor storages; `freed` is called when a storage is freed."""
     return [ref(tensor.untyped_storage(), freed) for tensor in tensors]
 
 
@@ -295,7 +297,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
-    """Adds checks of process-wide module hooks and of announced events to a comparison.
+    """Extends a comparison with checks of global module hooks and of recorded events.
 
     Args:
         differs: whether the weights differ from those remembered.
@@ -314,7 +316,7 @@ def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable
 
 
 def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
-    """Makes the comparison in compiled code, for plain tensors with a storage.
+    """Returns a function that compares weights in compiled code; needs plain tensors with storage.
 
     Args:
         module: the compiled code.
@@ -353,7 +355,7 @@ def _holds(container: Any, items: list[Any]) -> bool:
 
 
 def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[], bool]:
-    """Makes the same comparison in Python."""
+    """Returns a pure-Python function that compares weights as `_compiled` does."""
     structure = _structure(held, [] if contents else held.tensors)
     written = held.tensors if contents else []
     version, place, value = attrgetter("_version"), Tensor.data_ptr, attrgetter("value")
@@ -381,7 +383,7 @@ def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[],
 
 
 def _is_same(tensor: Any, given: Any) -> bool:
-    """Whether a state dict entry equals a tensor; False for extra state."""
+    """Whether a state dict entry equals a tensor; False for entries that are not tensors."""
     if not (isinstance(tensor, Tensor) and isinstance(given, Tensor)):
         return False
     is_alike = tensor.dtype == given.dtype and tensor.device == given.device
@@ -389,9 +391,10 @@ def _is_same(tensor: Any, given: Any) -> bool:
 
 
 def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
-    """Makes a function that tells whether anything changed besides the given loads per tensor.
+    """Returns a function that tells whether anything changed besides loads of a state dict.
 
-    A load raises a tensor's version by one. Writes that raise no version show in the samples.
+    Loading a state dict raises the version of each tensor by one. Writes that do not raise a
+    version are found by comparing sampled elements.
     """
     structure = _structure(held, [])
     items = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
@@ -413,7 +416,7 @@ def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
 
 
 def _structure(held: _Watched, trained: list[Tensor]) -> Callable[[], bool]:
-    """Makes the check for replaced tensors, modules and hooks, and for changed modes and flags."""
+    """Returns a check for replaced tensors, modules and hooks, and for changed modes and flags."""
     flatten = chain.from_iterable
     # The end marker makes an added or removed item a difference.
     parts = (part for found in held.registries for part in (dict.keys(found), dict.values(found)))
@@ -448,7 +451,7 @@ _Round = tuple[list[Tensor], list[Any], list[int]]
 
 
 def _round(tensors: list[Tensor], turn: int) -> _Round:
-    """Makes one set of sampled elements for the comparison in Python."""
+    """Samples one set of tensor elements for the comparison in Python."""
     readable = [tensor for tensor in tensors if _is_readable(tensor)]
     begin = turn * SAMPLES_HERE % max(1, len(readable))
     some, random = (

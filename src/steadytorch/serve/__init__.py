@@ -1,1 +1,1 @@
-"""Plans that serve: applied to a model, loaded from a file, moved between machines."""
+"""Serves plans: applies them to models, loads them from files and moves them between machines."""

@@ -1,4 +1,4 @@
-"""Plans that all ranks of a process group agree on."""
+"""Lets all ranks of a process group agree on one plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = TypeVar("P", bound=PlanRecord)
 
 
 class Proposed(NamedTuple, Generic[P]):
-    """A plan that all ranks hold.
+    """A plan that all ranks hold but have not confirmed yet.
 
     Attributes:
         plan: the plan, equal on all ranks in key and candidate.
@@ -47,7 +47,7 @@ def propose(
     search: Callable[[tuple[str, ...]], P | str] | None = None,
     gpu: str = "",
 ) -> Proposed[P] | Refusal:
-    """Finds the one plan for a key that all ranks can serve.
+    """Finds one plan for a key that all ranks of a process group can serve.
 
     Args:
         ranks: this process and its group.
@@ -105,7 +105,7 @@ def propose(
 
 
 def refusal(plan: PlanRecord, ranks: Ranks, problem: str | None) -> str | None:
-    """Why no rank serves this plan, or None if it fits on all."""
+    """Returns why no rank serves this plan, or None if all ranks can serve it."""
     agreement = Agreement(ranks, f"plan {plan.id}")
     answer = agreement.propose(_ballot(plan, problem))
     if not isinstance(answer, Refusal):
@@ -114,7 +114,7 @@ def refusal(plan: PlanRecord, ranks: Ranks, problem: str | None) -> str | None:
 
 
 def resolve(plan: PlanRecord, ranks: Ranks, alone: Resolver, context: CallContext) -> Resolution:
-    """Resolves a call as `alone` does; the plan then serves only if every rank has built it."""
+    """Resolves a call with `alone`; the plan serves only if every rank has built it."""
     resolution = alone(context)
     if not resolution.candidate:
         return resolution
@@ -126,7 +126,7 @@ def resolve(plan: PlanRecord, ranks: Ranks, alone: Resolver, context: CallContex
 
 
 def shared_prefix(ranks: Ranks, what: str) -> str | Refusal:
-    """A prefix of keys that all ranks of a group have, and that no earlier run has used."""
+    """Agrees on a key prefix for all ranks of a group, which no earlier run has used."""
     own = secrets.token_hex(16).encode() if ranks.rank == 0 else None
     chosen = None if own is None else hashlib.sha256(own).hexdigest()
     agreement = Agreement(ranks, what)
@@ -138,12 +138,12 @@ def shared_prefix(ranks: Ranks, what: str) -> str | Refusal:
 
 
 def told(refusal: Refusal) -> str:
-    """The reason as reports show it."""
+    """Formats the reason why all ranks run untouched, for reports."""
     return f"all ranks run untouched: {refusal.reason}"
 
 
 def choice(plan: PlanRecord) -> str:
-    """Digest of what a plan decides; plans that differ only in measurements are equal."""
+    """Returns a digest of a plan's key and transforms, without its measurements."""
     decision = [plan.key.digest, list(texts(plan.candidate)), plan.trains]
     return hashlib.sha256(canonical_json(decision)).hexdigest()
 

@@ -1,7 +1,8 @@
-"""Export and import of plans: one file for several plans, written atomically, validated on read.
+"""Exports and imports several plans as one file, written atomically and validated on read.
 
-The first line is `{"plans":N,"schema":1}`. Each of the N following lines is a plan file as in the
-store, with its own digest. The file is data only, like all plan files.
+The first line of an export file is `{"plans":N,"schema":1}`. Each of the N following lines holds
+one plan, in the format of the plan store, with its own digest. An export file contains only data
+and no executable code, like all plan files.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Imported(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """The result of pushing one plan.
+    """The result of pushing one plan to a second store.
 
     Attributes:
         path: its file in the local store.
@@ -73,7 +74,7 @@ def export_plans(
     ids: Sequence[str] = (),
     store: str | os.PathLike[str] | None = None,
 ) -> list[Stored]:
-    """Writes stored plans to one file for `import_plans`.
+    """Exports stored plans to one file, which `import_plans` reads.
 
     Args:
         path: the file to write; an existing file is replaced atomically.
@@ -103,7 +104,7 @@ def export_plans(
 def push_plans(
     url: str, ids: Sequence[str] = (), store: str | os.PathLike[str] | None = None
 ) -> list[Pushed]:
-    """Adds stored plans to a second store; plans already there stay.
+    """Copies stored plans to a second store; plans already in the second store are kept.
 
     Args:
         url: an fsspec URL, as in `STEADYTORCH_SECOND_STORE`.
@@ -145,10 +146,10 @@ def _write(path: Path, content: bytes) -> None:
 def import_plans(
     path: str | os.PathLike[str], store: str | os.PathLike[str] | None = None
 ) -> list[Imported]:
-    """Stores the plans of an exported file; stores nothing if any part of the file is invalid.
+    """Imports the plans of an exported file; stores nothing if any part of the file is invalid.
 
-    Each plan is stored under its own key and used only where it fits. Plans already in the store
-    are kept.
+    Each plan is stored under its own key and serves only on machines and models that match the key.
+    Plans already in the store are kept.
 
     Args:
         path: a file written by `export_plans`; a regular file of this user.
@@ -195,7 +196,7 @@ def _plans_in(path: str | os.PathLike[str]) -> list[Plan]:
 
 
 def misfit(key: Key) -> tuple[Difference, ...]:
-    """Key fields in which a key's machine differs from this one; empty if the key fits."""
+    """Returns the key fields in which this machine differs; empty if the key fits."""
     try:
         facts = load_facts(key.device)
     except UsageError:  # an unknown device

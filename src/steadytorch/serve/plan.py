@@ -1,4 +1,4 @@
-"""Plans: a record that can be applied to a model."""
+"""Defines plans: stored sets of tuned transforms that can be applied to a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from steadytorch.workload.workload import Workload
 
 
 class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan. Loading one runs no code; its transforms come from a closed list."""
+    """A plan. Loading a plan runs no code, because its transforms come from a closed list."""
 
     def __str__(self) -> str:
         gain, step = self.evidence.speedup, "" if self.trains is None else " (training)"
@@ -70,14 +70,14 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agree: bool = True,
         group: Any = None,
     ) -> TunedModule:
-        """Returns a module that serves this plan, with the call signature of `model`.
+        """Returns a module with the call signature of `model` that runs this plan.
 
-        For a training plan, call the module instead of `model` in your own loop. Gradients reach
-        the model's weights, and the rest of the step stays as it is.
+        If the plan is for training, call the returned module instead of `model` in your own loop.
+        Gradients reach the model's own weights, so the rest of the training loop needs no change.
 
-        If the plan does not fit (another model, device, library version or setting), the module
-        runs `model` untouched and gives the reason in the log and in `report()`. With the
-        environment variable `STEADYTORCH_MODE=off`, every plan runs untouched.
+        If the plan does not fit the model, device, library versions or settings, the module runs
+        `model` untouched. The log and `report()` give the reason. If the environment variable
+        `STEADYTORCH_MODE` is `off`, every plan runs untouched.
 
         Args:
             model: the untouched model, on its device. A callable that is not an `nn.Module` runs
@@ -117,7 +117,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bundle: bool = False,
         problem: str | None = None,
     ) -> TunedModule:
-        """The served module; untouched on all ranks if this one has a problem."""
+        """Returns the serving module; it runs untouched on all ranks if this rank has a problem."""
         resolve = partial(self.resolve, bundle=bundle)
         fits: Callable[[nn.Module], str | None] = self._misfit
         if ranks is None and problem is not None:
@@ -142,10 +142,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         agree: bool = True,
         group: Any = None,
     ) -> TunedStep:
-        """The whole training step of this plan: one callable for the caller's loop.
+        """Returns this plan's whole training step as one callable for the caller's loop.
 
         `step(inputs, *targets)` runs forward, `loss(output, *targets)`, backward, clipping and the
-        optimizer, and returns the loss. Where the plan does not fit, the same step runs eagerly.
+        optimizer, and returns the loss. If the plan does not fit, the same step runs eagerly.
 
         Args:
             model: the untouched model, on the device it is to run on, or
@@ -198,10 +198,10 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def batches(
         self, loader: Iterable[BatchT], device: str | torch.device | None = None
     ) -> Iterable[BatchT]:
-        """Returns the batches of a loader on a device, for the module from `apply`.
+        """Yields a loader's batches on a device, as inputs for the module from `apply`.
 
-        Batches are prefetched if `prefetch` is among the plan's transforms. Otherwise, and with
-        `STEADYTORCH_MODE=off`, each batch is moved when it is requested.
+        Batches are prefetched if the plan includes the transform `prefetch`. Without `prefetch`, or
+        with `STEADYTORCH_MODE=off`, each batch is moved when the loop requests it.
 
         Args:
             loader: any iterable; each iteration over the result starts it again.
@@ -218,7 +218,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def origin(self) -> Origin:
-        """The plan's id and measured gain, for reports."""
+        """The plan's id and measured time saved, for reports."""
         baseline, winner = self.evidence.baseline, self.evidence.winner
         return Origin(
             self.id,
@@ -228,13 +228,13 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def resolve(self, context: CallContext, bundle: bool = False) -> Resolution:
-        """Resolves inputs of the plan's signature to its candidate, other inputs to None."""
+        """Resolves calls with the plan's signature to its transforms, other calls to none."""
         if context.signature != self.signature:
             return Resolution(None)
         return self.resolution(bundle)
 
     def resolution(self, bundle: bool = False) -> Resolution:
-        """The resolution for the plan's inputs, with its compiled code if `bundle`."""
+        """Returns the plan's transforms, with compiled code if `bundle`, to build an executor."""
         prebuilt = source(self) if bundle and compiles(self.candidate) else None
         shelf = beside(self.path) if engines(self.candidate) else None
         return Resolution(
@@ -246,7 +246,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def _problem(self, model: nn.Module) -> str | None:
-        """Why the plan must not serve on this rank, or None."""
+        """Returns why the plan must not serve on this rank, or None if it may."""
         if is_switched_off():
             return f"{SWITCH} is off"
         return (collective_in(model) if self.candidate else None) or self._misfit(model)
@@ -259,7 +259,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None if reason is None else clean(reason)
 
     def precision_violation(self) -> str | None:
-        """Returns why the transforms are unknown or exceed the key's precision, or None."""
+        """Returns why transforms are unknown or their precision is not allowed, or None."""
         try:
             precision = precision_of(self.candidate)
         except Exception as error:  # a plan file may hold anything
@@ -270,7 +270,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return f"plan {self.id} allows precision {asked}, but its transforms need {precision}"
 
     def library_violation(self) -> str | None:
-        """Returns which library has another version than when the plan was made, or None."""
+        """Returns why installed libraries do not match those used in tuning, or None."""
         if not self.libraries:
             return None
         try:
@@ -286,7 +286,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None
 
     def violation(self) -> str | None:
-        """Returns why the plan must not be served here, whatever the model, or None."""
+        """Returns why the plan must not serve any model on this machine, or None if it may."""
         return self.precision_violation() or self.library_violation()
 
     def _why_not(self, model: nn.Module) -> str | None:
@@ -316,7 +316,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _shared(fast: TunedModule, ranks: Ranks) -> Shared | None:
-    """What the ranks of a step share; None, with an untouched model, if they cannot agree."""
+    """Returns the state that all ranks of a step share, or None if the ranks cannot agree."""
     assert isinstance(fast, TrainedModule)
     if fast.is_off is not None:
         return None
@@ -332,7 +332,7 @@ def _misfit_of_ranks(plan: Plan, refusal: str | None, model: nn.Module) -> str |
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan file, without running any code.
+    """Reads a plan from a file, without running any code.
 
     Raises:
         PlanError: `path` is not a path, or the file is missing, damaged, not a plan, or of another

@@ -1,1 +1,1 @@
-"""Many workloads, tuned by any number of processes that share a folder."""
+"""Tunes many workloads with any number of processes that share a folder."""

@@ -1,12 +1,13 @@
-"""Leases: which worker has claimed which item of a sweep, as files in a shared folder.
+"""Leases: files in a shared folder that record which worker has claimed which item of a sweep.
 
-The file of a lease is created exclusively, so one worker wins. Its holder touches the file at
-intervals. A lease is dead if its modification time has not changed during the timeout, as measured
-by the monotonic clock of the worker that watches. Times of different clocks are never compared, so
-clocks that differ or jump do not matter.
+A lease file is created exclusively, so only one worker can create it. The worker that holds a lease
+touches the lease file at intervals, as a heartbeat. A lease is dead if its modification time stays
+unchanged for the timeout, on the monotonic clock of the observing worker. Timestamps from different
+clocks are never compared, so clock differences and clock jumps do no harm.
 
-The n-th lease of an item is `ITEM.n.lease`. A dead lease is taken over by creating the next one.
-Nothing is renamed or removed for that, so two workers cannot both take it over.
+The n-th lease of an item, counted from 0, is the file `ITEM.n.lease`. A worker takes over a dead
+lease by creating the lease file with the next number. A takeover renames and removes no files, so
+two workers cannot both take over the same lease.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class Held(NamedTuple):
 
 
 class Lease:
-    """A claimed item. Its heartbeat runs inside the `with` block, and the lease ends with it."""
+    """A claim on one item of a sweep, held while its `with` block runs.
+
+    A background thread sends heartbeats inside the `with` block. Leaving the block releases the
+    lease.
+    """
 
     def __init__(self, path: Path, interval_s: float, release: Callable[[], None]) -> None:
         self.path = path
@@ -72,7 +77,7 @@ class Lease:
 
 
 class _Watched(NamedTuple):
-    """A lease as last seen, and for how long it has not changed."""
+    """The last observed state of a lease, and how long the lease has not changed."""
 
     seen: tuple[int, ...]
     at_s: float
@@ -102,11 +107,11 @@ class Leases:
 
     @property
     def poll_s(self) -> float:
-        """Seconds between two looks at the leases of others."""
+        """Seconds between two checks of other workers' leases."""
         return self._timeout_s / POLLS
 
     def held(self, names: Iterable[str] | None = None) -> dict[str, Held]:
-        """The newest lease of each item that has one, dead or alive.
+        """Returns the newest lease of each claimed item, dead or alive.
 
         Args:
             names: the files in the folder; None to list them.
@@ -146,14 +151,14 @@ class Leases:
         return Lease(path, self._timeout_s / BEATS, lambda: self._release(item, number))
 
     def holder(self, held: Held) -> str:
-        """The worker that created a lease; empty if its file is unreadable or empty."""
+        """Returns the worker that created a lease; empty if the file is unreadable or empty."""
         try:
             return content_of(held.path).decode("utf-8", "replace")
         except UsageError:
             return ""
 
     def _is_dead(self, item: str, held: Held) -> bool:
-        """Looks at a lease once. Only several looks can show that it is dead."""
+        """Checks a lease once; a lease counts as dead only after several checks without change."""
         try:
             status = _status(held.path)
         except OSError as error:
@@ -172,14 +177,17 @@ class Leases:
         return unchanged >= self._timeout_s
 
     def _release(self, item: str, number: int) -> None:
-        """Removes this lease and the dead ones before it."""
+        """Removes the released lease and all earlier leases of the item."""
         for each in range(number, -1, -1):
             with suppress(OSError):
                 os.unlink(self._folder / f"{item}.{each}.lease")
 
 
 def _status(path: Path) -> os.stat_result:
-    """The status of a file. It is opened, because network file systems then drop cached times."""
+    """Returns the status of a lease file.
+
+    The file is opened first, because opening makes network file systems drop cached times.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Where a worker of a sweep starts: its shard, given or from the launcher's environment."""
+"""Determines where a sweep worker starts in its list, from an option or the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a list that a worker starts with.
+    """The part of a sweep's item list at which a worker starts.
 
     Attributes:
         index: of the part, from 0.
@@ -25,7 +25,7 @@ class Shard:
     count: int | None = None
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """The items from the start of this part to the end, then those before it."""
+        """Returns the items from the start of this shard to the end, then the items before it."""
         if not items:
             return []
         parts = len(items) if self.count is None else self.count
@@ -36,8 +36,8 @@ class Shard:
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """Parses `auto`, or `K/N` with K from 1 to N.
 
-    `auto` takes the index within a SLURM job array, a Kubernetes indexed job or the ranks of
-    `torchrun`; without any of them, the start of the list.
+    `auto` takes the index from a SLURM job array, a Kubernetes indexed job or a `torchrun` rank,
+    and otherwise starts at the first item.
 
     Args:
         text: the option.

@@ -1,4 +1,4 @@
-"""One worker of a sweep: claims items, runs them, and writes each result once."""
+"""A worker of a sweep: claims items, runs them, and writes each result once."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Item(NamedTuple):
 
 
 def this_worker() -> str:
-    """The name of this process, as `host:pid`."""
+    """Returns the name of this process, as `host:pid`."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def lease_timeout_s() -> float:
-    """The timeout of leases in seconds.
+    """Returns the lease timeout in seconds, from `STEADYTORCH_SWEEP_LEASE` if set.
 
     Raises:
         UsageError: the environment variable is not a time from 0.1 s to a day.
@@ -59,9 +59,9 @@ def lease_timeout_s() -> float:
 
 
 class SweepFolder:
-    """The shared folder of a sweep: a lease and a result per item.
+    """The shared folder of a sweep, with one lease and one result file per item.
 
-    Several sweeps may share a folder: each sees only the items of its own list.
+    Several sweeps may use the same folder, and each sweep handles only items of its own list.
 
     Args:
         path: the folder.
@@ -83,7 +83,7 @@ class SweepFolder:
         self._known: dict[str, SweepRow] = {}
 
     def check(self) -> None:
-        """Tests whether the folder is writable; creates it if it is missing.
+        """Checks that the sweep folder is writable; creates the folder if it is missing.
 
         Raises:
             UsageError: it is not.
@@ -95,7 +95,7 @@ class SweepFolder:
             raise _unusable(self.path, error) from None
 
     def result(self, item: Item) -> SweepRow | None:
-        """The result of an item; None if there is none, or its file is damaged."""
+        """Returns the result of an item; None if no result exists or the result file is damaged."""
         found = self._known.get(item.id)
         if found is None:
             try:
@@ -109,7 +109,7 @@ class SweepFolder:
         return found
 
     def write(self, item: Item, row: SweepRow) -> SweepRow:
-        """Writes the result of an item unless it has one; returns the result that holds.
+        """Writes an item's result if none exists yet; returns the stored result.
 
         Raises:
             OSError: it cannot be written.
@@ -126,7 +126,7 @@ class SweepFolder:
         return row
 
     def forget_failures(self) -> None:
-        """Removes the results of failed items, so that they are searched again."""
+        """Removes the results of failed items, so that workers run those items again."""
         for item in self.items:
             row = self.result(item)
             if row is not None and row.status == "failed":
@@ -134,7 +134,7 @@ class SweepFolder:
                 del self._known[item.id]
 
     def rows(self) -> tuple[SweepRow, ...]:
-        """The state of all items, in the order of the list.
+        """Returns the state of every item, in the order of the list.
 
         Raises:
             UsageError: the folder cannot be read.
@@ -156,7 +156,7 @@ class SweepFolder:
         return SweepRow(workload=item.text, status="running", worker=worker)
 
     def _look(self) -> tuple[set[str], dict[str, Held]]:
-        """Lists the folder once: ids of items with a result file, and the leases."""
+        """Lists the folder once; returns the ids of items with a result file, and the leases."""
         names = os.listdir(self.path)
         ended = {name.removesuffix(_RESULT) for name in names if name.endswith(_RESULT)}
         return ended, self.leases.held(names)
@@ -173,8 +173,8 @@ class SweepFolder:
     ) -> None:
         """Claims and runs items until every item has a result.
 
-        Free items come first. If only items of other workers are left, this waits for their
-        results, and takes over the items whose leases are dead.
+        Free items come first. If other workers hold all remaining items, this worker waits for
+        results and takes over items with dead leases.
 
         Args:
             order: the items in the order in which this worker claims them.
@@ -218,7 +218,7 @@ class SweepFolder:
         run: Callable[[Item], SweepRow],
         finished: Callable[[SweepRow], None],
     ) -> bool:
-        """Runs the first item that can be claimed; returns False if none can."""
+        """Runs the first item that can be claimed; returns False if no item can be claimed."""
         for item in items:
             lease = self.leases.claim(item.id, held.get(item.id))
             if lease is not None:

@@ -1,1 +1,1 @@
-"""Traces of PyTorch's profiler, read into columns, and the parts that they consist of."""
+"""Reads PyTorch profiler traces into columns, and finds their steps, launches and faults."""

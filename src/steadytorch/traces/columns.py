@@ -1,4 +1,4 @@
-"""Gather events chunk by chunk into columns, storing repeated values once."""
+"""Gather trace events into NumPy columns chunk by chunk, storing repeated values once."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _ARGUMENTS = ("device", "stream", "correlation", "external", "bytes", "inputs", 
 
 
 class Interned:
-    """Distinct values in order of first appearance, with their numbers."""
+    """A table of distinct values, numbered in order of first appearance."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
         self.values: list[Any] = []
 
     def number(self, key: Hashable, value: Callable[[], Any]) -> int:
-        """Return the number of the value with this key; `value` makes a new one."""
+        """Return the number of the value with this key; if new, `value()` creates the value."""
         found = self.numbers.get(key)
         if found is None:
             self.values.append(value())
@@ -67,7 +67,7 @@ class Interned:
 
 
 class EventTableBuilder:
-    """The columns of a trace while they grow.
+    """Builds the columns of a trace from chunks of events.
 
     Attributes:
         names, threads, inputs, details: as in `Trace`.
@@ -88,7 +88,7 @@ class EventTableBuilder:
         self._thread_numbers: dict[Hashable, int] = {}
 
     def add(self, events: Sequence[RawEvent]) -> None:
-        """Add the events of one chunk."""
+        """Add the events of one chunk to the columns."""
         kept, categories = self._kept(events)
         starts = nanoseconds([bytes(event.ts) for event in kept])
         timed = np.flatnonzero(starts > -_LONGEST_NS)
@@ -121,7 +121,7 @@ class EventTableBuilder:
         self.rows += len(kept)
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Return the columns of `Events` in order of arrival, and release them."""
+        """Return the columns of `Events` in order of arrival, and free the chunks."""
         columns = {}
         for name, dtype in DTYPES.items():
             parts = [chunk.pop(name) for chunk in self._chunks]
@@ -155,7 +155,7 @@ class EventTableBuilder:
         return found
 
     def _arguments(self, decoder: msgspec.json.Decoder[Any], event: RawEvent) -> Any:
-        """Decoded arguments; None if there are none or they have the wrong types."""
+        """Decode an event's arguments; None if arguments are missing or have the wrong types."""
         if not event.args:
             return None
         try:
@@ -234,13 +234,13 @@ _READERS: dict[int, Callable[[EventTableBuilder, RawEvent, int, dict[str, np.nda
 
 
 def _stream(event: RawEvent) -> int:
-    """Stream number from an event's thread."""
+    """Return the CUDA stream number in an event's thread field."""
     number = number_in(event.tid)
     return number - SYNC_THREADS if number >= SYNC_THREADS and "sync" in event.cat else number
 
 
 def _inputs(texts: tuple[bytes, ...]) -> dict[str, Any]:
-    """Decoded inputs; a list that cannot be decoded (invalid UTF-8) is empty."""
+    """Decode an operator's recorded inputs; a list with invalid UTF-8 becomes empty."""
     return {key: _list(text) for key, text in zip(INPUTS, texts, strict=True)}
 
 

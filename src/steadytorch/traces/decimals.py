@@ -1,7 +1,7 @@
-"""Convert microseconds as text to whole nanoseconds.
+"""Convert decimal microseconds, given as text, to integer nanoseconds.
 
-Microseconds since 1970 have 16 digits before the point. A float64 resolves them only to a quarter
-of a microsecond, so the text itself is parsed.
+A Unix time in microseconds has 16 digits before the decimal point. A float64 resolves such a time
+only to 0.25 us, so the text is parsed without floats.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def nanoseconds(texts: Sequence[bytes]) -> np.ndarray:
 
 
 def _plain(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values, and a mask of plain rows: digits, at most one point, at most 16 digits before it."""
+    """Parse numbers in plain format; also return a mask of the rows in plain format.
+
+    A plain number has only digits, at most one decimal point, and at most 16 digits before the
+    point.
+    """
     rows = columns.shape[1]
     values = np.zeros(rows, np.int64)
     before, after = np.zeros(rows, np.int8), np.zeros(rows, np.int8)

@@ -1,4 +1,4 @@
-"""A trace as columns: one row per event, one NumPy array per field."""
+"""Stores a profiler trace as columns: one row per event, one NumPy array per field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Category(IntEnum):
-    """Kind of an event, independent of the trace's schema."""
+    """Kind of a trace event, independent of the profiler version that named it."""
 
     OTHER = 0
     CPU_OP = 1
@@ -35,7 +35,7 @@ ON_GPU = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Columns of equal length, sorted by start; at equal starts, longer events come first.
+    """Trace events as columns of equal length, sorted by start, then longer events first.
 
     Attributes:
         start_ns: int64, from the trace's origin.
@@ -69,13 +69,13 @@ class Events:
         return len(self.start_ns)
 
     def of(self, *categories: Category) -> np.ndarray:
-        """Rows of these categories, in order, shape (rows,)."""
+        """Return the rows of events in these categories, in order, shape (rows,)."""
         return np.flatnonzero(np.isin(self.category, categories))
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One trace from any profiler run.
+    """One trace recorded by PyTorch's profiler.
 
     Attributes:
         events: the columns.
@@ -112,14 +112,14 @@ class Trace:
 
     @cached_property
     def on_gpu(self) -> np.ndarray:
-        """Rows that keep a GPU busy, in order, shape (rows,)."""
+        """Rows of kernels, copies and fills, which keep a GPU busy; in order, shape (rows,)."""
         return self.events.of(*ON_GPU)
 
     def name_of(self, row: int) -> str:
-        """Name of an event."""
+        """Return the name of the event in this row."""
         return self.names[self.events.name[row]]
 
     def inputs_of(self, row: int) -> dict[str, Any] | None:
-        """Recorded inputs of an operator; None if there are none."""
+        """Return the recorded inputs of an operator; None if its inputs were not recorded."""
         index = int(self.events.inputs[row])
         return None if index < 0 else self.inputs[index]

@@ -12,7 +12,7 @@ from steadytorch.traces.steps import CALLS, launch_rows
 
 
 class Evidence(IntEnum):
-    """Reason why the host does not launch during an event."""
+    """Reason why the host launches no GPU work during an event."""
 
     NONE = 0
     PROFILER = 1
@@ -100,7 +100,7 @@ WAITS = re.compile(r"(cuda|cu|hip)StreamWaitEvent\w*")
 
 
 def by_name(trace: Trace, categories: tuple[Category, ...], pattern: str) -> np.ndarray:
-    """Rows of these categories whose whole name matches, in order."""
+    """Return rows in these categories whose whole event name matches the pattern, in order."""
     fits = re.compile(pattern).fullmatch
     wanted = np.array([bool(fits(name)) for name in trace.names], dtype=bool)
     rows = trace.events.of(*categories)
@@ -108,7 +108,7 @@ def by_name(trace: Trace, categories: tuple[Category, ...], pattern: str) -> np.
 
 
 def evidence(trace: Trace) -> np.ndarray:
-    """`Evidence` of each row, uint8, shape (rows,)."""
+    """Return the `Evidence` value of each event, uint8, shape (rows,)."""
     events = trace.events
     table = np.zeros((len(Category), max(1, len(trace.names))), np.uint8)
     used = np.zeros(table.shape, dtype=bool)
@@ -138,9 +138,9 @@ _COMPILED = {
 
 
 def _waiting_copies(trace: Trace) -> np.ndarray:
-    """Calls that copy from or to pageable memory: asynchronous by name, they may block the host.
+    """Return rows of asynchronous copy calls from or to pageable memory, which may block the host.
 
-    CUDA Runtime API, "API synchronization behavior", asynchronous transfers.
+    Source: CUDA Runtime API, "API synchronization behavior", section on asynchronous transfers.
     """
     copies = by_name(trace, (Category.MEMCPY,), r".*Pageable.*")
     staged = np.isin(copies, by_name(trace, (Category.MEMCPY,), r".*HtoD.*"))

@@ -1,6 +1,6 @@
-"""Time spans as sorted arrays: union, overlap, nesting and precedence.
+"""Compute union, overlap and nesting of time spans stored as sorted arrays.
 
-All functions sort and search; none loops over single events.
+All functions use sorting and binary search on arrays, without Python loops over single events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ EVER = np.iinfo(np.int64).max
 
 
 class Spans(NamedTuple):
-    """Half-open spans, int64 ns, shape (spans,): sorted, not empty, not overlapping."""
+    """Half-open time spans, int64 ns, shape (spans,): sorted, not empty, not overlapping."""
 
     start: np.ndarray
     end: np.ndarray
@@ -25,7 +25,7 @@ class Spans(NamedTuple):
         return int((self.end - self.start).sum())
 
     def pick(self, chosen: np.ndarray) -> Spans:
-        """The spans at these places, given as indices in order or as a mask."""
+        """Select spans by sorted indices or by a boolean mask."""
         return Spans(self.start[chosen], self.end[chosen])
 
 
@@ -33,7 +33,7 @@ NEVER = Spans(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def union(start: np.ndarray, end: np.ndarray) -> Spans:
-    """Time covered by any of these spans, in any order; spans that touch are merged."""
+    """Return the time covered by any of these spans, in any order; touching spans are merged."""
     if len(start) and (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
@@ -48,7 +48,7 @@ def union(start: np.ndarray, end: np.ndarray) -> Spans:
 
 
 def joined(*several: Spans) -> Spans:
-    """Time covered by any of several `Spans`."""
+    """Return the time covered by at least one of several `Spans`."""
     return union(
         np.concatenate([spans.start for spans in several]),
         np.concatenate([spans.end for spans in several]),
@@ -56,7 +56,7 @@ def joined(*several: Spans) -> Spans:
 
 
 def firsts(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Spans]:
-    """Assign each covered ns to the span that began first; of nested spans, the outermost.
+    """Assign each covered ns to the span that began first; of nested spans, to the outermost.
 
     Args:
         start: sorted, shape (N,).
@@ -72,14 +72,14 @@ def firsts(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Spans]:
 
 
 def complement(spans: Spans) -> Spans:
-    """All other time, from minus to plus `EVER`."""
+    """Return the time that no span covers, from minus `EVER` to plus `EVER`."""
     start = np.concatenate([[-EVER], spans.end])
     end = np.concatenate([spans.start, [EVER]])
     return Spans(start, end).pick(end > start)
 
 
 def crossings(some: Spans, others: Spans) -> tuple[np.ndarray, np.ndarray, Spans]:
-    """All overlaps between spans of one and spans of the other.
+    """Find all overlaps between spans in `some` and spans in `others`.
 
     Returns:
         Places in `some`, places in `others`, and the shared time, in order.
@@ -98,17 +98,17 @@ def crossings(some: Spans, others: Spans) -> tuple[np.ndarray, np.ndarray, Spans
 
 
 def intersect(some: Spans, others: Spans) -> Spans:
-    """Time covered by both."""
+    """Return the time covered by both `some` and `others`."""
     return crossings(some, others)[2]
 
 
 def subtract(some: Spans, others: Spans) -> Spans:
-    """Time covered by the first only."""
+    """Return the time covered by `some` but not by `others`."""
     return intersect(some, complement(others))
 
 
 def covered_ns(spans: Spans, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Covered time of each window, int64, shape (windows,); windows may overlap."""
+    """Return the time covered in each window, int64, shape (windows,); windows may overlap."""
     before = np.concatenate([[0], np.cumsum(spans.end - spans.start)])
 
     def until(moment: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def covered_ns(spans: Spans, start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def parents(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Find the enclosing event of each event on one thread, where events nest; -1 if there is none.
+    """Find each event's parent among the nested events of one thread; -1 if there is none.
 
     Args:
         start: sorted, longer events first at equal starts, shape (N,).
@@ -135,10 +135,10 @@ def parents(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def innermost(start: np.ndarray, end: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """Find the innermost event open at each time; -1 if there is none.
+    """Find the innermost event that is open at each given time; -1 if no event is open.
 
-    For nested events this is the latest event whose depth is the number of events then open. For
-    events that cross, it may stay unknown.
+    If events nest, the innermost open event is the latest one whose depth equals the number of open
+    events. If events overlap without nesting, the innermost event may stay unknown (-1).
 
     Args:
         start: as for `parents`, shape (N,).
@@ -158,7 +158,7 @@ def innermost(start: np.ndarray, end: np.ndarray, moments: np.ndarray) -> np.nda
 
 
 def _by_depth(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number of events open at the start of each event, and the events sorted by it."""
+    """Return each event's nesting depth at its start, and the event indices sorted by depth."""
     places = np.arange(len(start))
     depth = places - np.searchsorted(np.sort(end), start, side="right")
     return depth, np.argsort(depth, kind="stable")
@@ -167,7 +167,7 @@ def _by_depth(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def _latest_at(
     depth: np.ndarray, order: np.ndarray, level: np.ndarray, until: np.ndarray
 ) -> np.ndarray:
-    """The last event of each depth at or before each place; -1 if there is none."""
+    """Find the last event at each given depth, at or before each given index; -1 if none."""
     keys = depth[order] * len(depth) + order
     place = np.searchsorted(keys, level * len(depth) + until, side="right") - 1
     known = (place >= 0) & (level >= 0) & (until >= 0)
@@ -178,7 +178,7 @@ def _latest_at(
 
 
 def self_times(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Spans]:
-    """Cut the time of one thread by its innermost event.
+    """Divide one thread's time into pieces, each assigned to the innermost open event.
 
     Returns:
         Places in `start`, and the time; both shape (pieces,), with at most 2N pieces.

@@ -1,4 +1,4 @@
-"""Classify kernels by name: libraries name kernels after their function."""
+"""Classify GPU kernels by name, since libraries name kernels after their function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter"
 
 @lru_cache(maxsize=1 << 14)
 def uses_tensor_cores(name: str) -> bool:
-    """Whether the name shows tensor cores; an uninformative name counts as without."""
+    """Whether a kernel's name shows that it uses tensor cores; False if the name does not tell."""
     if _FP32_ATTENTION.search(name) or converts_layout(name):
         return False
     return _TENSOR_CORES.search(name) is not None
@@ -37,7 +37,7 @@ def uses_tensor_cores(name: str) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def is_product(name: str) -> bool:
-    """Whether a library names it as a convolution, matrix product or attention."""
+    """Whether a kernel's name shows a library's convolution, matrix product or attention."""
     # Triton's kernels are named after all their operators.
     if name.startswith("triton_") or converts_layout(name) or communicates(name):
         return False
@@ -45,32 +45,32 @@ def is_product(name: str) -> bool:
 
 
 def converts_layout(name: str) -> bool:
-    """Whether it only converts an image between NCHW and NHWC."""
+    """Whether a kernel's name shows a pure layout conversion between NCHW and NHWC."""
     return _LAYOUT.search(name) is not None
 
 
 def is_double(name: str) -> bool:
-    """Whether its name shows double precision."""
+    """Whether a kernel's name shows double precision."""
     return _DOUBLE.search(name) is not None
 
 
 def is_of_rocm(name: str) -> bool:
-    """Whether one of AMD's libraries names its kernels so."""
+    """Whether a kernel's name follows the conventions of AMD's ROCm libraries."""
     return _ROCM.search(name) is not None
 
 
 def communicates(name: str) -> bool:
-    """Whether it is a collective between devices, whose time depends on the other devices."""
+    """Whether a kernel's name shows a collective, whose time depends on the other devices."""
     return _COMMUNICATION.search(name) is not None
 
 
 def is_generated(name: str) -> bool:
-    """Whether Triton generated it, so that its name does not show which units it uses."""
+    """Whether Triton generated a kernel; the kernel's name then does not show tensor core use."""
     return name.startswith("triton_")
 
 
 def short(name: str, length: int = 70) -> str:
-    """The informative part of a kernel's name, printable, without type and arguments."""
+    """Shorten a kernel's name for display: no return type, arguments or unprintable characters."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     depth = 0
     for place, letter in enumerate(plain):

@@ -44,9 +44,9 @@ class NotRecordedError(Exception):
 
 
 class Operands:
-    """Reader for one entry of `Trace.inputs`; positions are those of the operator's schema.
+    """Reader for one operator's entry in `Trace.inputs`; positions follow the operator's schema.
 
-    Every method raises `NotRecordedError` if the trace lacks the value.
+    Every method raises `NotRecordedError` if the trace lacks the requested value.
     """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
@@ -62,17 +62,17 @@ class Operands:
         return isinstance(kind, str) and kind in ITEM_BYTES
 
     def tensors(self) -> list[int]:
-        """Positions of all tensors."""
+        """Return the positions of all tensor inputs."""
         return [position for position in range(len(self)) if self.is_tensor(position)]
 
     def kind(self, position: int) -> str:
-        """Element type of a tensor, by the profiler's name."""
+        """Return the element type of a tensor, as the profiler names it."""
         if not self.is_tensor(position):
             raise NotRecordedError(f"input {position} is not a tensor")
         return self._entry("types", position)
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         self.kind(position)
         dims = self._entry("dims", position)
         if not isinstance(dims, list) or len(dims) > _MOST_DIMENSIONS:
@@ -82,11 +82,11 @@ class Operands:
         return tuple(dims)
 
     def elements(self, position: int) -> int:
-        """Number of elements of a tensor."""
+        """Return the number of elements of a tensor."""
         return math.prod(self.shape(position))
 
     def bytes(self, position: int) -> int:
-        """Memory of a tensor; expanded dimensions (stride 0) count once."""
+        """Return a tensor's memory in bytes; expanded dimensions (stride 0) count once."""
         shape = self.shape(position)
         strides = self._entry("strides", position, default=None)
         if isinstance(strides, list) and len(strides) == len(shape):
@@ -94,22 +94,22 @@ class Operands:
         return math.prod(shape) * self.item_bytes(position)
 
     def bytes_if_tensor(self, *positions: int | None) -> int:
-        """Total memory of the tensors among these positions."""
+        """Return the total memory in bytes of the tensors at these positions."""
         return sum(self.bytes(p) for p in positions if p is not None and self.is_tensor(p))
 
     def item_bytes(self, position: int) -> int:
-        """Size of one element of a tensor."""
+        """Return the size of one tensor element in bytes."""
         return ITEM_BYTES[self.kind(position)]
 
     def text(self, position: int) -> str:
-        """A setting as printed by the profiler; empty if none was given."""
+        """Return a non-tensor input as the profiler printed it; empty if none was given."""
         value = self._entry("concrete", position)
         if not isinstance(value, str):
             raise NotRecordedError(f"no value of input {position}")
         return value
 
     def integers(self, position: int, length: int) -> list[int]:
-        """A list of integers; a single value is repeated to `length`, an empty list stays empty."""
+        """Return integers; a single value is repeated to `length`, an empty list stays empty."""
         found = _INTS.fullmatch(self.text(position))
         if found is None:
             raise NotRecordedError(f"input {position} is not a list of integers")
@@ -119,18 +119,18 @@ class Operands:
         return values * length if len(values) == 1 else values
 
     def integer(self, position: int) -> int:
-        """One integer."""
+        """Return an input that is a single integer."""
         found = re.fullmatch(r"-?\d{1,18}", self.text(position))
         if found is None:
             raise NotRecordedError(f"input {position} is not an integer")
         return int(found[0])
 
     def flags(self, position: int) -> list[bool]:
-        """A list of booleans."""
+        """Return an input that is a list of booleans."""
         return [word == "True" for word in self.text(position).strip("[]").split(", ")]
 
     def flag(self, position: int) -> bool:
-        """One boolean."""
+        """Return an input that is a single boolean."""
         return self.flags(position) == [True]
 
     def _entry(self, key: str, position: int, **default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Find faults of a trace, and the figures that they make unreliable."""
+"""Find faults in a profiler trace, and the figures that these faults make unreliable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAUNCHES = ("idle_launch", "idle_synchronisation", "idle_cross_stream")
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of faults, and their consequences.
+    """Counts of faults in a trace, and the figures that become unreliable.
 
     Attributes:
         gpu_events: kernels, copies and fills.
@@ -67,7 +67,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quality(trace: Trace) -> Quality:
-    """Find faults that make a trace's figures unreliable.
+    """Find faults in a profiler trace, and the figures that these faults make unreliable.
 
     Args:
         trace: any trace.
@@ -106,16 +106,16 @@ def quality(trace: Trace) -> Quality:
 
 
 def _resolution_ns(trace: Trace) -> int:
-    """Resolution of the trace's times, in ns.
+    """Return the time resolution of a trace in ns: 1000 or 1.
 
-    Until 2023, traces round start and duration separately to whole microseconds.
+    Until 2023, the profiler rounded start and duration separately to whole microseconds.
     """
     whole = not (trace.events.start_ns % 1000).any() and not (trace.events.end_ns % 1000).any()
     return 1000 if whole else 1
 
 
 def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Overlap in ns of each event that starts before an earlier one on its stream ends."""
+    """Return the overlap in ns of each GPU event that overlaps an earlier one on its stream."""
     events = trace.events
     rows = rows[events.stream[rows] >= 0]
     order = rows[np.lexsort((events.start_ns[rows], events.stream[rows], events.device[rows]))]
@@ -133,7 +133,7 @@ def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
 
 
 def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> float | None:
-    """See `Quality`; each GPU event belongs to the step in which it was launched."""
+    """Compute `Quality.last_step_share`; each GPU event belongs to the step that launched it."""
     if len(marks) < 2:
         return None
     began = trace.events.start_ns[launches]
@@ -145,7 +145,7 @@ def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> f
 
 
 def _problems(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Faults, and the figures that each makes unreliable."""
+    """Yield faults as text, each with the figures that it makes unreliable."""
     yield from _problems_of_launches(trace, found)
     events, some = found.gpu_events, FEW * found.gpu_events
     if found.zero_timestamps > some:
@@ -201,7 +201,7 @@ def _problems_of_launches(trace: Trace, found: Quality) -> Iterator[tuple[str, t
 
 
 def _notes(trace: Trace, found: Quality) -> Iterator[str]:
-    """Omissions by the reader, missing records, and records that slow the host."""
+    """Yield remarks: events omitted while reading, missing records, slow recording options."""
     yield from trace.notes
     events = trace.events
     if not found.gpu_events:

@@ -1,4 +1,4 @@
-"""Read traces of PyTorch's profiler, from 2020 on, into columns."""
+"""Read traces that PyTorch's profiler has written since 2020 into columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEFT_OUT = {
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read the trace in a file, `.json` or gzipped (detected by content).
+    """Read the trace in a `.json` or gzip file; the format is detected by content.
 
     Args:
         path: a regular file with at most 2 GiB of JSON, which is held in memory.
@@ -103,7 +103,7 @@ def _select(columns: dict[str, np.ndarray], rows: np.ndarray) -> None:
 
 
 def _without_missing_times(columns: dict[str, np.ndarray]) -> int:
-    """Omit the rows with a missing time; return their number."""
+    """Drop rows of events that have no start time; return the number of dropped rows."""
     starts = columns["start_ns"]
     late = starts > 0
     if late.all() or not late.any() or starts[late].min() < GAP_NS:
@@ -113,7 +113,7 @@ def _without_missing_times(columns: dict[str, np.ndarray]) -> int:
 
 
 def _from_zero(columns: dict[str, np.ndarray], base_ns: int) -> int | None:
-    """Sort the rows and shift times to start at zero; return the unix time of zero if known."""
+    """Sort the rows and shift times to start at zero; return the Unix time of zero, or None."""
     starts, ends = columns["start_ns"], columns["end_ns"]
     _select(columns, np.lexsort((starts - ends, starts)))
     first = int(columns["start_ns"][0])
@@ -124,7 +124,7 @@ def _from_zero(columns: dict[str, np.ndarray], base_ns: int) -> int | None:
 
 
 def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
-    """A top-level value; None if it is missing or of another type."""
+    """Return the value of a top-level key of a trace; None if missing or of another type."""
     try:
         return msgspec.json.decode(top[key], type=kind)
     except (KeyError, ValueError, RecursionError):
@@ -132,7 +132,7 @@ def _value(top: Mapping[str, msgspec.Raw], key: str, kind: Any) -> Any:
 
 
 def _switched_on(top: Mapping[str, msgspec.Raw], builder: EventTableBuilder) -> Iterator[str]:
-    """Recording switches shown by the top-level keys and the events."""
+    """Yield the profiler options, such as "shapes", that were on during recording."""
     if builder.inputs.values:
         yield "shapes"
     for key, what in _SWITCHES.items():

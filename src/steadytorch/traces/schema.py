@@ -1,4 +1,4 @@
-"""Names that PyTorch's profiler has used since 2020, mapped to categories."""
+"""Map event names that PyTorch's profiler has used since 2020 to categories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class RawEvent(msgspec.Struct, gc=False):
-    """One element of `traceEvents`; fields that are rarely needed stay text."""
+    """One element of `traceEvents`, decoded lazily: times and arguments stay JSON text."""
 
     ph: str = ""
     cat: str = ""
@@ -73,7 +73,7 @@ class RawEvent(msgspec.Struct, gc=False):
 
 
 class CallArguments(msgspec.Struct, gc=False):
-    """Arguments of runtime and driver calls."""
+    """Arguments of CUDA runtime and driver calls in a trace."""
 
     correlation: Int64 = -1
     external: Int64 = msgspec.field(name="External id", default=-1)
@@ -81,7 +81,7 @@ class CallArguments(msgspec.Struct, gc=False):
 
 
 class OperatorArguments(CallArguments, gc=False):
-    """Arguments of operators and annotations."""
+    """Arguments of operators and annotations in a trace."""
 
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     dims_old: msgspec.Raw = msgspec.field(name="Input dims", default=msgspec.Raw())
@@ -92,7 +92,7 @@ class OperatorArguments(CallArguments, gc=False):
 
 
 class MemoryArguments(msgspec.Struct, gc=False):
-    """Arguments of allocations; device type 0 is the host."""
+    """Arguments of memory allocation events; device type 0 is the host."""
 
     bytes: Int64 = msgspec.field(name="Bytes", default=-1)
     device: Int32 = msgspec.field(name="Device Id", default=-1)
@@ -107,7 +107,7 @@ COLUMNS = {"device", "stream", "correlation", "External id", "external id", "ext
 
 
 def category_of(event: RawEvent) -> Category | None:
-    """Category of an event; None for flows, marks and metadata."""
+    """Return the category of an event; None for flow events, markers and metadata."""
     if event.ph == "X":
         cat = event.cat
         if cat == SPAN_CATEGORY:
@@ -123,7 +123,7 @@ def category_of(event: RawEvent) -> Category | None:
 
 
 def number_in(value: Any) -> int:
-    """Device or stream number in a pid or tid: 7 for `7`, `"7"` and `"stream 7"`; else -1."""
+    """Return the number in a pid or tid: 7 for `7`, `"7"` and `"stream 7"`; else -1."""
     if isinstance(value, str):
         digits = value.removeprefix("stream ").strip()
         value = int(digits) if digits.isdecimal() and len(digits) < 10 else -1
@@ -131,5 +131,5 @@ def number_in(value: Any) -> int:
 
 
 def integer(value: Any, bits: int = 63) -> int:
-    """The value, or -1 if it is not an integer of that many bits (2**32 - 1 means none)."""
+    """Return the value, or -1 for a non-integer or overflow (2**32 - 1 means no value)."""
     return value if type(value) is int and -(2**bits) <= value < 2**bits else -1

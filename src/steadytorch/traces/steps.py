@@ -44,13 +44,13 @@ class Step:
 
 
 def gpu_rows(trace: Trace, device: int) -> np.ndarray:
-    """Rows of the events that keep this GPU busy, in order."""
+    """Return rows of the events that keep this GPU busy, in order."""
     rows = trace.on_gpu
     return rows[trace.events.device[rows] == device]
 
 
 def busiest_device(trace: Trace) -> int | None:
-    """The GPU with the most event time; None without GPU events."""
+    """Return the GPU with the most total event time; None if the trace has no GPU events."""
     events, rows = trace.events, trace.on_gpu
     if not len(rows):
         return None
@@ -61,10 +61,11 @@ def busiest_device(trace: Trace) -> int | None:
 
 
 def launch_rows(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Find the call that launched each of these GPU events; -1 if it is not in the trace.
+    """Find the call that launched each GPU event in `rows`; -1 if the call is not in the trace.
 
-    Several calls may share a correlation id (several processes, or a wrap). The last one that began
-    before the event then counts; if clocks disagree and all began later, the first.
+    Several launch calls may share a correlation id, because of several processes or counter
+    overflow. Of launch calls with the same id, the last one before the GPU event counts; if none is
+    earlier, the first.
 
     Args:
         trace: the trace.
@@ -97,7 +98,7 @@ def launch_rows(trace: Trace, rows: np.ndarray) -> np.ndarray:
 
 
 def step_marks(trace: Trace, process: str | None = None) -> np.ndarray:
-    """Rows of the step marks of one process, in order, each step once.
+    """Return rows of the step marks of one process, in order, each step once.
 
     Args:
         trace: the trace.
@@ -117,12 +118,13 @@ def step_marks(trace: Trace, process: str | None = None) -> np.ndarray:
 
 
 def find_steps(trace: Trace, device: int | None) -> tuple[tuple[Step, ...], np.ndarray]:
-    """Find the steps of a trace and the rows that mark them; without marks, the whole trace is one.
+    """Find a trace's steps and their step marks; without marks, the whole trace is one step.
 
-    A step starts at its mark on the host or at the end of the previous step, whichever is later. It
-    ends with its mark or with the last event that it launched on this GPU, whichever is later.
-    Without marks, the step extends from the first operator, call or GPU event to the last.
-    PyTorch's TensorBoard plug-in counts the same way, so published figures are comparable.
+    A step starts at its mark on the host or at the end of the previous step, whichever is later. A
+    step ends with its mark or with the last event that it launched on this GPU, whichever is later.
+    Without step marks, the only step extends from the first operator, call or GPU event to the
+    last. PyTorch's TensorBoard plug-in delimits steps in the same way, so step times are comparable
+    with published ones.
 
     Args:
         trace: the trace.
@@ -146,7 +148,7 @@ def find_steps(trace: Trace, device: int | None) -> tuple[tuple[Step, ...], np.n
 
 
 def _process(trace: Trace, calls: np.ndarray) -> str | None:
-    """The process that launched most of these events."""
+    """Return the process id of the thread that launched the most of these GPU events."""
     threads = trace.events.thread[calls[calls >= 0]]
     if not len(threads):
         return None
@@ -156,7 +158,7 @@ def _process(trace: Trace, calls: np.ndarray) -> str | None:
 def _launched(
     trace: Trace, rows: np.ndarray, calls: np.ndarray, marks: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """End on the GPU of each step's last launched event, and of those launched before any step."""
+    """Return the end of each step's last GPU event, and of GPU work before the first step."""
     events = trace.events
     last = np.full(len(marks), np.iinfo(np.int64).min)
     known = calls >= 0
@@ -169,7 +171,7 @@ def _launched(
 
 
 def _whole(trace: Trace, rows: np.ndarray) -> Step:
-    """One step over all work, without the frames and ranges that merely surround it."""
+    """Return one step over all operators, calls and GPU events, without surrounding ranges."""
     events = trace.events
     shown = np.concatenate([events.of(*HOST), rows])
     if not len(shown):

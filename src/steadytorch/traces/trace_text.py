@@ -1,4 +1,4 @@
-"""The text of a trace: read from a file, gzipped or not, and parsed into events."""
+"""Reads the text of a trace from a plain or gzip file, and parses it into events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TraceText(NamedTuple):
     elements: list[msgspec.Raw]
 
     def events(self) -> Iterator[list[RawEvent]]:
-        """Yield the events in chunks; elements that are not events are left out."""
+        """Yield the events of a trace in chunks; elements that are not events are left out."""
         for start in range(0, len(self.elements), CHUNK):
             chunk = self.elements[start : start + CHUNK]
             try:
@@ -59,7 +59,7 @@ class TraceText(NamedTuple):
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the JSON text in a file, gzipped (detected by content) or not.
+    """Return the JSON text in a plain or gzip file; the format is detected by content.
 
     Args:
         path: a regular file.
@@ -98,7 +98,7 @@ def _whole(file: BufferedIOBase, most_bytes: int) -> bytes:
 
 
 def parse(text: bytes) -> TraceText:
-    """Parse the JSON text of a trace: an object with `traceEvents`, or a bare list of events.
+    """Parse the JSON text of a trace: an object with `traceEvents`, or a plain list of events.
 
     Raises:
         TraceError: not JSON, nested too deeply, or JSON of another kind.
@@ -132,7 +132,7 @@ def _malformed(said: str, size: int) -> TraceError:
 
 
 def _sound(elements: list[msgspec.Raw]) -> Iterator[RawEvent]:
-    """Decode the elements one by one, without those that are not events."""
+    """Decode trace elements one by one, skipping elements that are not events."""
     for element in elements:
         try:
             yield _EVENT.decode(element)

@@ -1,1 +1,1 @@
-"""Verification of training steps against the untouched step."""
+"""Verifies training steps against the untouched training step."""

@@ -1,4 +1,4 @@
-"""The parts of a training step: its passes, their errors, and its update."""
+"""Runs the parts of a training step: forward and backward, their errors, and the update."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class Passes(NamedTuple):
     counted: dict[str, Tensor]
 
     def is_finite(self) -> bool:
-        """Whether loss and gradients are finite."""
+        """Whether the loss and all gradients are finite."""
         held = [self.loss, *(g for g in self.gradients.values() if g is not None)]
         return all(bool(tensor.isfinite().all()) for tensor in held)
 
 
 @torch.no_grad()
 def begin(workload: Workload, start: Start, number: int) -> None:
-    """Restores the start and seeds the generators; for odd input sets also changes the weights.
+    """Restores the start state and seeds generators; also changes the weights for odd input sets.
 
-    The weights are blended with their flipped tensors (`BLEND`). The seed is the number of the
-    input set, so that steps that draw alike draw the same random numbers.
+    For odd input sets, each weight is blended with its flipped tensor, by the share `BLEND`. The
+    seed is the number of the input set, so that equal steps draw equal random numbers.
     """
     start.restore()
     torch.manual_seed(number)
@@ -78,7 +78,7 @@ def begin(workload: Workload, start: Start, number: int) -> None:
 
 
 def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool = True) -> Passes:
-    """Runs forward and backward once from the current weights.
+    """Runs one forward and one backward pass from the current weights.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.
@@ -123,7 +123,7 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def errors_of(found: Passes, right: Mapping[str, Any]) -> dict[str, OutputError]:
-    """Errors of passes against the reference, by part of the step.
+    """Returns the errors of outputs, loss, gradients and buffers against a reference.
 
     Args:
         found: passes of a candidate or of the untouched workload.
@@ -139,7 +139,7 @@ def errors_of(found: Passes, right: Mapping[str, Any]) -> dict[str, OutputError]
 
 
 def size_fault(found: Passes, right: Mapping[str, Any]) -> str | None:
-    """Which gradient or buffer change has the wrong size, as text; None if there is none."""
+    """Names a gradient or buffer change of the wrong size; None if all sizes are right."""
     expected = _present(right[GRADIENTS])
     if (wrong := wrong_size(_present(found.gradients), expected)) is not None:
         return "the gradient of {} is {:.2g} times as large as it should be".format(*wrong)
@@ -153,13 +153,13 @@ def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def gradient_errors(found: Passes, right: Mapping[str, Any]) -> list[float]:
-    """The relative L2 error of each gradient that there is, in the order of parameters."""
+    """Returns the relative L2 error of each existing gradient, in the order of parameters."""
     sizes, off = _sizes(_present(found.gradients), _present(right[GRADIENTS]))
     return [off[name] / size if size else 0.0 for name, size in sizes.items()]
 
 
 def _error_of_all(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> OutputError:
-    """The relative error of all tensors together, and the largest of a single one."""
+    """Returns the relative error of all tensors together, and the largest for a single tensor."""
     sizes, off = _sizes(found, right)
     whole, off_whole = together(sizes.values()), together(off.values())
     if not whole:
@@ -171,7 +171,7 @@ def _error_of_all(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> O
 def _sizes(
     found: Mapping[str, Tensor], right: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, the norm of each tensor and that of its error."""
+    """Returns the norm of each reference tensor and the norm of its error, both by name."""
     sizes = {name: norm(tensor) for name, tensor in right.items()}
     return sizes, {name: norm(_difference(found[name], right[name])) for name in right}
 
@@ -182,10 +182,10 @@ def _difference(one: Tensor, other: Tensor) -> Tensor:
 
 
 def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -> str | None:
-    """Why a whole step does not make the update that its gradients imply; None if it does.
+    """Returns how a step's weight update contradicts its gradients; None if it follows them.
 
-    Takes the step, then gives its gradients to the untouched optimizer from the same weights and
-    state.
+    Takes the step, then gives the step's gradients to the untouched optimizer from the same weights
+    and state, and compares both updates.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.
@@ -218,11 +218,12 @@ def optimizer_fault(workload: Workload, step: Callable[[], Any], start: Start) -
 
 
 def _follows(before: Tensor, after: Tensor, expected: Tensor) -> bool:
-    """Whether an update equals the expected one up to rounding.
+    """Whether a weight update equals the expected update up to rounding.
 
     Optimizers may round weights once or after each operation, so results differ by up to a unit in
-    the last place. That may exceed a small update. But rounding errors have no common direction:
-    projected onto the update they mostly cancel, so the projection gets a tighter bound.
+    the last place. A difference of one unit in the last place may exceed a small update. Rounding
+    errors have no common direction and mostly cancel when projected onto the update, so the
+    projection gets a tighter bound.
     """
     before, after, expected = (_real(tensor) for tensor in (before, after, expected))
     due, off = expected - before, after - expected

@@ -1,10 +1,11 @@
 """Compares training steps that draw random numbers, such as dropout masks.
 
-With another memory layout, precision or compiled code, dropout draws other numbers from one seed
-and is equally correct. Steps are therefore compared as distributions: many passes on one batch with
-different seeds, each summarised by a few figures. A mask shared by channels makes neighbouring
-gradient elements correlate. Another dropout rate changes how much gradients vary. Another mask in
-the backward pass changes the slope of the loss along its gradient.
+With another memory layout, precision or compiler, dropout draws other numbers from the same seed
+and is equally correct. Random steps are therefore compared as distributions: many passes on one
+batch with different seeds, each summarised by a few figures. A dropout mask that is wrongly shared
+by channels makes neighbouring gradient elements correlate. A wrong dropout rate changes how much
+gradients vary between seeds. A backward pass with a different mask than the forward pass changes
+the slope of the loss along its gradient.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def summaries(
     rounding: Sequence[float],
     first_seed: int = FIRST_SEED,
 ) -> Tensor:
-    """Runs passes on one batch from one state, each with its own seed, and summarises them.
+    """Runs passes on one batch from one start state with different seeds, and summarises each.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.
@@ -118,12 +119,13 @@ def _slope(
     chosen: Sequence[bool],
     seed: int,
 ) -> Tensor:
-    """The measured change of the loss along the chosen gradients, over the predicted change.
+    """Returns measured over predicted change of the loss along the chosen gradients.
 
-    Both losses use the same masks as the forward pass of the gradient. The ratio differs from 1 if
-    the backward pass used another mask or rate. The changed weights are rounded to bf16, so that a
-    candidate that rounds its weights moves them equally far. Along the last layer of a U-Net alone,
-    the slope in bf16 scatters by 0.6 % with this rounding, and by 1.3 % without.
+    Both loss evaluations use the same random masks as the forward pass that gave the gradients. The
+    ratio of measured to predicted change differs from 1 if the backward pass used another mask or
+    rate. The changed weights are rounded to bf16, so that a candidate with bf16 weights moves them
+    equally far. Rounding reduces scatter: along a U-Net's last layer, the slope in bf16 scatters by
+    0.6 % with rounded weights and 1.3 % without.
     """
     held = parameters_of(workload)
     least, most = STEPS
@@ -153,7 +155,7 @@ def _slope(
 
 
 def _neighbours(moved: Tensor) -> list[Tensor]:
-    """The norm of a tensor, and how its neighbours along first and last dimension correlate."""
+    """Returns a tensor's norm, and the correlation of neighbours along first and last dimension."""
     wide = moved.float()
     square = (wide**2).sum()
     found = dict.fromkeys((0, wide.dim() - 1), torch.full_like(square, math.nan))
@@ -167,12 +169,12 @@ def _neighbours(moved: Tensor) -> list[Tensor]:
 def difference(
     found: Tensor, right: Tensor, precision: str, rounding: Sequence[float]
 ) -> tuple[float, str]:
-    """Tests whether two samples of `summaries` come from one distribution.
+    """Tests whether two samples of `summaries` come from the same distribution.
 
-    Each figure is compared by the rank-sum test of Mann and Whitney (1947). The least p-value is
-    multiplied by the number of figures (Bonferroni). A figure is not tested if rounding explains
-    the difference of its medians: in a network with kinks, rounding changes some gradients by a
-    third.
+    Each column of the samples is compared by the rank-sum test of Mann and Whitney (1947). The
+    smallest p-value is multiplied by the number of columns with data (Bonferroni correction). A
+    column is not tested if rounding explains the difference of its medians: in a network with
+    kinks, rounding changes some gradients by a third.
 
     Args:
         found: the sample of a candidate.
@@ -204,15 +206,16 @@ def difference(
 
 
 def _allowed(right: Tensor, margin: float, rounding: Sequence[float]) -> list[float]:
-    """Largest allowed difference of medians per column; infinite to skip the column.
+    """Returns the largest allowed difference of medians per column; infinity skips the column.
 
-    A gradient error of norm e changes the gradient's norm by at most e, and the norm of a
-    difference of two gradients by at most sqrt(2) * e. It lowers the correlation of neighbours by
-    the error's share of the squared norm, and the slope by the squared relative error. Errors may
-    be `STEP_FACTOR` times those that rounding explains.
+    A gradient error of norm e changes the gradient's norm by at most e. Errors of norm e in two
+    gradients change the norm of their difference by at most sqrt(2) * e. A gradient error lowers
+    the correlation of neighbours by its share of the squared norm, and the slope by the squared
+    relative error. Gradient errors may be up to `STEP_FACTOR` times the errors that rounding
+    explains.
 
-    Correlations are skipped if the gradient or the difference may be rounding alone: the gradient
-    of a bias before a batch norm, or the difference of two gradients that no mask affects.
+    Correlations are skipped if they may be pure rounding: gradients of a bias before a batch norm,
+    or differences of gradients that no mask affects.
     """
     medians = right.nanmedian(dim=0).values.tolist()
     loss, norms, moves = medians[0], medians[SLOPES + 1 :: 4], medians[SLOPES + 2 :: 4]
@@ -234,7 +237,7 @@ def _allowed(right: Tensor, margin: float, rounding: Sequence[float]) -> list[fl
 
 
 def _kind(column: int) -> str:
-    """What a column of `summaries` holds, in words."""
+    """Describes in words the figure in one column of `summaries`."""
     if column <= SLOPES:
         return "the slope of the loss along its gradient" if column else "the loss"
     correlation = "how neighbouring gradients correlate"
@@ -249,7 +252,7 @@ all calls of the untouched workload are equal too, its draws have no effect."""
 
 
 def drawing_fault(workload: Workload, model: Any, arguments: Arguments, start: Start) -> str | None:
-    """Why calls do not draw new numbers from the caller's generator; None if they do."""
+    """Returns why calls do not draw new random numbers from the caller's generator, or None."""
     begin(workload, start, 0)
     torch.manual_seed(FIRST_SEED)
     begun = _states(workload.device)
@@ -270,7 +273,7 @@ def drawing_fault(workload: Workload, model: Any, arguments: Arguments, start: S
 
 
 def _differs(first: Tensor, workload: Workload, model: Any, arguments: Arguments) -> bool:
-    """Whether one of the next calls gives another result than the first."""
+    """Whether any of the next `MOST_ALIKE` calls gives a different result than the first."""
     return any(
         not torch.equal(first, _flat(passes(workload, model, arguments))) for _ in range(MOST_ALIKE)
     )

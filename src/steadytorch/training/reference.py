@@ -1,11 +1,12 @@
-"""The reference for training candidates: the untouched step, with error bounds by precision class.
+"""Computes the reference for training candidates: accurate results, and error bounds.
 
-The bounds depend on the workload. In a network with kinks (ReLU, max-pooling), gradients jump when
-rounding moves a value across one, and batch normalisation spreads the effect. Between equally good
-float32 programs, gradients of a ResNet-50 differ by percents, those of a vision transformer by
-millionths. Therefore the untouched step is also run with noise: weights, inputs and layer outputs
-are perturbed by a precision class's rounding. The resulting errors are those that rounding explains
-(an empirical backward error analysis), and they bound the candidates of that class.
+The error bounds of training candidates depend on the workload. In a network with kinks (ReLU,
+max-pooling), gradients jump when rounding moves an activation across a kink, and batch
+normalisation spreads the effect. Between equally good float32 programs, gradients of a ResNet-50
+differ by percents, and gradients of a vision transformer by millionths. Therefore the untouched
+step is also run with noise: weights, inputs and layer outputs are perturbed by the rounding error
+of each precision class. The resulting errors are explained by rounding (an empirical backward error
+analysis), and they bound the errors of candidates in that class.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ Parts = dict[str, OutputError]
 
 
 def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[str, Any], Reference]:
-    """Takes the untouched step at its own precision, at a higher one, and with noise.
+    """Runs the untouched step at its own precision, at higher precision, and with noise.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.
@@ -138,7 +139,7 @@ def make_reference(workload: Workload, seed: int, start: Start) -> tuple[dict[st
 
 
 def _again(workload: Workload, start: Start, arguments: Arguments) -> tuple[Passes, bool]:
-    """The first passes once more, and whether they draw random numbers."""
+    """Repeats the first passes; also returns whether these draw random numbers."""
     begin(workload, start, 0)
     drawn = Draws(workload.device)
     found = passes(workload, workload.model, arguments)
@@ -146,7 +147,7 @@ def _again(workload: Workload, start: Start, arguments: Arguments) -> tuple[Pass
 
 
 def _own(workload: Workload, seed: int, start: Start) -> tuple[list[Arguments], list[Passes], str]:
-    """Input sets, the untouched passes on them, and why the inputs are not random, or ""."""
+    """Returns input sets, untouched passes on them, and the reason if inputs are not random."""
     sets = [fresh_inputs(workload, seed + i) for i in range(INPUT_SETS)]
     try:
         return sets, [_from(workload, start, i, given) for i, given in enumerate(sets)], ""
@@ -162,7 +163,7 @@ def _from(workload: Workload, start: Start, number: int, arguments: Arguments) -
 
 
 class _Higher(NamedTuple):
-    """Passes at a higher precision per input set, a function for more, and why not float64."""
+    """Passes at a higher precision, a function for more of them, and why not in float64."""
 
     runs: list[Passes]
     take: Callable[[int, Arguments], Passes]
@@ -189,8 +190,9 @@ def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: 
 def is_repeatable(noise: Parts, explained: Parts, precise: Callable[[], Parts]) -> bool:
     """Whether the workload is deterministic up to rounding.
 
-    Repeated passes can differ for a random workload and for an imprecise one. At the higher
-    precision, they differ by more than rounding only for a random one.
+    Two passes may differ because the workload draws random numbers, or because rounding varies
+    between runs. At a higher precision, passes differ by more than rounding only if the workload is
+    random.
 
     Args:
         noise: difference of two passes at the workload's own precision.
@@ -206,7 +208,7 @@ def is_repeatable(noise: Parts, explained: Parts, precise: Callable[[], Parts]) 
 
 
 def _widened(workload: Workload, start: Start, number: int, arguments: Arguments) -> Passes:
-    """Passes of a copy in float64.
+    """Runs forward and backward on a copy of the workload in float64.
 
     Raises:
         RuntimeError: float64 fails, or the loss reads the weights of the original model.
@@ -230,7 +232,7 @@ def _widened(workload: Workload, start: Start, number: int, arguments: Arguments
 
 
 def _right(found: Passes, workload: Workload) -> dict[str, Any]:
-    """The parts that candidates are compared with; gradients in float32 to save memory."""
+    """Returns the results that candidates must match; gradients in float32 to save memory."""
     narrow = widening(torch.promote_types(workload.dtype, torch.float32))
     return {
         OUTPUTS: found.outputs,
@@ -249,10 +251,10 @@ def _explained(
     errors: Sequence[Parts],
     draws: bool,
 ) -> tuple[dict[str, Parts], dict[str, list[float]]]:
-    """Errors that rounding explains, by precision class: per part of the step, and per gradient.
+    """Returns errors that rounding explains, by precision class, per part of the step and gradient.
 
-    Errors per gradient are empty unless the step draws random numbers: only then are they needed,
-    by `random_steps`.
+    Errors per gradient are empty unless the step draws random numbers, because only `random_steps`
+    uses them.
     """
 
     def noisy(size: float) -> tuple[Parts, list[float]]:
@@ -281,12 +283,12 @@ def _explained(
 
 
 def growth_of(errors: Mapping[float, float], size: float) -> float:
-    """Ratio of the gradient error expected at noise `size` to that at the finer noise in `errors`.
+    """Returns the factor by which the gradient error changes from the finer noise to noise `size`.
 
-    In float32, only a few values in millions cross a kink. A single crossing can cause most of the
-    error, so a handful of runs may miss it. Coarse noise makes thousands of values cross. The error
-    grows linearly with the noise if gradients are smooth, and with its square root if it comes from
-    crossings, whose number grows with the noise.
+    With float32 rounding, only a few among millions of activations cross a kink. A single
+    activation that crosses a kink can cause most of the gradient error, so a few runs may miss it.
+    Coarse noise moves thousands of activations across kinks. The gradient error grows linearly with
+    the noise for smooth gradients, and with its square root if kink crossings cause the error.
     """
     fine, coarse = sorted(errors)
     ratio = errors[coarse] / (errors[fine] or math.inf)
@@ -301,7 +303,7 @@ def _worst_parts(found: Sequence[Parts]) -> Parts:
 
 
 def _noisy(workload: Workload, arguments: Arguments, size: float, seed: int) -> Passes:
-    """Passes with weights, inputs and layer outputs perturbed by a relative noise up to `size`."""
+    """Runs passes with relative noise up to `size` on weights, inputs and layer outputs."""
     generator = torch.Generator(workload.device).manual_seed(seed)
 
     def noisy(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks that a step that replays CUDA graphs trains like the same code run eagerly."""
+"""Checks that a training step that replays CUDA graphs trains like the same code run eagerly."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class _Run(NamedTuple):
 
 
 def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> str | None:
-    """Why a captured step must not serve: it does not replay, or differs from eager steps.
+    """Returns why a captured step must not serve: no replays, or a difference from eager steps.
 
-    Graphs and eager code run from one state and seed; the learning rate is lowered halfway. They
-    must leave the generator in equal states. Losses, weights and buffers may differ by no more
-    than `MOST_APART`, or `NOISE_FACTOR` times the difference of two eager runs.
+    Graphs and eager code start from the same state and seed, and the learning rate is lowered
+    halfway. The graphs and the eager steps must leave the random generator in equal states. Losses,
+    weights and buffers may differ by no more than `MOST_APART`, or `NOISE_FACTOR` times the
+    difference of two eager runs.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.

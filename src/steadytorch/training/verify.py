@@ -1,10 +1,9 @@
-"""Verifying that a candidate trains like the untouched workload, in a worker.
+"""Verifies in a worker process that a candidate trains like the untouched workload.
 
-On each input set, outputs, loss, all gradients and the change of buffers are compared with the
-untouched step in float64 from the same weights (`training.reference`). Then one timed step is
-checked: the optimizer's update must follow from the step's gradients. Updated weights are not
-compared, because optimizers such as Adam make full-length steps even from gradients that are only
-rounding errors.
+On each input set, outputs, loss, gradients and buffer changes are compared with the untouched step
+in float64 from the same weights. Afterwards, the weight update of one timed step must follow from
+the step's gradients. Updated weights are not compared, because optimizers such as Adam make
+full-length steps even from gradients that are only rounding errors.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def verify_training(
     start: Start,
     precision: str = "same",
 ) -> Verification:
-    """Compares a candidate with the reference on every input set, and checks its timed step.
+    """Compares a candidate's training step with the reference on every input set.
 
     Args:
         model: the transformed model, called like the untouched one.
@@ -91,9 +90,10 @@ def _with_draws(
     start: Start,
     precision: str,
 ) -> Verification:
-    """Checks the random numbers of a step that draws them.
+    """Compares a step that draws random numbers with the reference, as distributions if needed.
 
-    A step that draws the same numbers as the untouched one has already been compared exactly.
+    A step that draws the same random numbers as the untouched step has already been compared
+    exactly.
     """
     arguments = nested(workload, _moved(detached(data["sets"][0]), workload))
     if (fault := drawing_fault(workload, model, arguments, start)) is not None:
@@ -112,7 +112,7 @@ def _moved(tree: Any, workload: Workload) -> Any:
 
 
 class _Due:
-    """The expected results on one input set.
+    """The expected results of a training step on one input set.
 
     Args:
         workload: the workload, with its weights before the passes.
@@ -134,7 +134,7 @@ class _Due:
         self._weights = detached(self._parameters.values())
 
     def fault(self, found: Passes) -> str | None:
-        """Why the passes are wrong regardless of their errors; None if they are not."""
+        """Returns a fault other than numerical error, such as a write to an input, or None."""
         return (
             form_fault(found.outputs, self._own)
             or self._odd(found)
@@ -169,7 +169,7 @@ class _Due:
 
 
 def _overwritten(before: Passes, found: Passes) -> str | None:
-    """Whether the later passes overwrote results of the earlier ones, as text; None if not."""
+    """Whether later passes overwrote the results of earlier passes, as text; None if not."""
     if not equal(before.outputs, before.returned):
         return SHARED
     if memory_of(before.gradients) & memory_of(found.gradients):

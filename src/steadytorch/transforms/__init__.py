@@ -1,4 +1,4 @@
-"""The registry of transforms, listed in the order they are applied."""
+"""The registry of transforms, in the order in which they are applied."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ POSITIONS = {kind.name: position for position, kind in enumerate(REGISTRY)}
 
 
 def names() -> tuple[str, ...]:
-    """The names of the project's own transforms, in the order they are applied."""
+    """Return the names of all built-in transforms, in the order in which they are applied."""
     return tuple(POSITIONS)
 
 
 def create(spec: TransformSpec) -> Transform:
     """Create the transform that a spec describes.
 
-    This is the only path from plan data to code.
+    Plan data can select code only through `create`.
 
     Raises:
         UsageError: the registry does not know the name, a parameter or its value.
@@ -116,7 +116,7 @@ def order(specs: Iterable[TransformSpec]) -> Candidate:
 
 
 def _place(spec: TransformSpec) -> tuple[float, str]:
-    """The place in the order of application; a plug-in stands right before `Transform.before`."""
+    """Return the sort key of a transform; a plug-in comes right before `Transform.before`."""
     position = POSITIONS.get(spec.name)
     if position is not None:
         return float(position), spec.name
@@ -126,8 +126,8 @@ def _place(spec: TransformSpec) -> tuple[float, str]:
 def parse(text: str, facts: DeviceFacts) -> Candidate:
     """Parse a candidate such as `channels_last+compile(freezing)`.
 
-    A name alone selects the first variant for the device. Settings in parentheses select the
-    variant with exactly these settings, otherwise the first variant that includes them all.
+    A name without settings selects the first variant for the device. Settings in parentheses select
+    the variant with exactly these settings, otherwise the first variant that includes them all.
 
     Raises:
         UsageError: a transform or setting is unknown, or the transforms cannot be combined.
@@ -200,30 +200,30 @@ def _wrong_element_type(candidate: Candidate, workload: Workload) -> str | None:
 
 
 def idle(candidate: Candidate) -> str | None:
-    """The first transform that changes nothing beside another one of these, or None."""
+    """Return the first transform that has no effect in combination with the others, or None."""
     names = {spec.name for spec in candidate}
     found = (kind.name for kind in _known(candidate) if names.intersection(kind.idle_beside))
     return next(found, None)
 
 
 def compiles(candidate: Candidate) -> bool:
-    """Whether a compiler takes part; transforms that are not in the registry do not count."""
+    """Return whether any of the transforms uses a compiler; unknown transforms are ignored."""
     return any(kind.compiles for kind in _known(candidate))
 
 
 def engines(candidate: Candidate) -> tuple[str, ...]:
-    """The engines beyond PyTorch among these transforms, by name."""
+    """Return the names of transforms that run the model in an engine outside PyTorch."""
     return tuple(kind.name for kind in _known(candidate) if kind.engine)
 
 
 def artefacts(candidate: Candidate) -> tuple[str, ...]:
-    """The converted models that these transforms run, by name."""
+    """Return the names of the converted models that engine transforms in this candidate run."""
     engines = {kind.name for kind in _known(candidate) if kind.engine}
     return tuple(create(spec).artefact for spec in candidate if spec.name in engines)
 
 
 def libraries(candidate: Candidate) -> dict[str, str]:
-    """Versions of the libraries beside PyTorch that a candidate runs on; plug-ins count too.
+    """Return the versions of libraries other than PyTorch that a candidate uses, plug-ins included.
 
     Raises:
         PackageNotFoundError: one is not installed.
@@ -241,7 +241,7 @@ def libraries(candidate: Candidate) -> dict[str, str]:
 def all_variants(facts: DeviceFacts) -> list[Transform]:
     """Return every transform with each setting worth trying on this device, in registry order.
 
-    Plug-ins follow, except those that were refused; see `plugins.refused`.
+    Plug-ins come after the built-in transforms, except refused plug-ins; see `plugins.refused`.
     """
     own = [kind(parameters) for kind in REGISTRY for parameters in kind.variants(facts)]
     others = [name for name in plugins.found() if name not in POSITIONS]

@@ -23,11 +23,11 @@ _HALF_ONLY = frozenset({"flash", "cudnn"})
 
 
 class AttentionBackend(Transform):
-    """Fixes one attention implementation in place of PyTorch's own choice.
+    """Replaces PyTorch's automatic choice of attention implementation with a fixed choice.
 
-    An implementation that does not support its inputs raises at the call. `flash` and `cudnn` need
-    16-bit values. Another transform of the candidate may provide them, so the registry's `conflict`
-    checks that, not `applies_to`.
+    If the chosen implementation does not support the inputs, the call raises. The implementations
+    `flash` and `cudnn` need 16-bit inputs. The registry's `conflict` checks for 16-bit inputs, not
+    `applies_to`, because another transform of the candidate may provide 16-bit inputs.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class AttentionBackend(Transform):
         return tuple(cls.Parameters(backend) for backend in ("flash", "cudnn", "efficient", "math"))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA and a model that uses scaled dot product attention."""
+        """Requires CUDA and a model that uses scaled dot product attention."""
         backend = self.parameters.backend
         return decide(
             no_cuda(facts),
@@ -62,7 +62,7 @@ class AttentionBackend(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that selects the implementation for the duration of each call."""
+        """Yield a workload whose calls run with the chosen attention implementation."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[self.parameters.backend])

@@ -31,7 +31,7 @@ class Autocast(Transform):
     """Runs the model under `torch.autocast`; the weights keep their dtype.
 
     Autocast converts the weights at each call, which launches extra kernels. Outputs in the 16-bit
-    dtype are converted back.
+    dtype are converted back to the workload's dtype.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class Autocast(Transform):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """The element type, and biases of convolutions."""
+        """The resources that autocast controls: the dtype, and the biases of convolutions."""
         # Under autocast, results of convolutions have another type than their biases.
         return Claim.ELEMENT_TYPE, Claim.BIASES
 
@@ -56,11 +56,11 @@ class Autocast(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Both dtypes, bf16 first: it has the range of float32."""
+        """Return both 16-bit dtypes; bf16 comes first, because it has the range of float32."""
         return cls.Parameters("bf16"), cls.Parameters("fp16")
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs float32 and no hooks; fp16 is inference only, since training needs loss scaling."""
+        """Requires float32 and no hooks; fp16 cannot train, because training needs loss scaling."""
         fp16 = self.parameters.dtype == "fp16"
         return decide(
             not_float32(workload),
@@ -83,9 +83,10 @@ class Autocast(Transform):
 
 
 class AutocastModel(Scoped):
-    """A model that runs under autocast and returns its outputs in the outer dtype.
+    """Runs a model under autocast and converts its 16-bit outputs to the dtype `outer`.
 
-    Converted weights are cached within one call only, so that each call sees the current weights.
+    Weights converted by autocast are cached within one call only, so that each call sees the
+    current weights.
 
     Args:
         model: the callable to run.
@@ -100,7 +101,7 @@ class AutocastModel(Scoped):
         self.outer = outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model under autocast, then convert its outputs outside of autocast."""
+        """Run the model under autocast, then convert the outputs outside of autocast."""
         if not holds_containers((*args, *kwargs.values())):
             return map_tensors(self._out, super().__call__(*args, **kwargs))
         borrowed = BorrowedArguments((args, kwargs))

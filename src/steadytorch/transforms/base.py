@@ -1,4 +1,4 @@
-"""The contract of a transform: one reversible change to how a workload executes."""
+"""Defines a transform: one reversible change to how a workload executes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRECISIONS = ("same", "tf32", "fp16", "bf16", "int8")
 
 
 class Risk(StrEnum):
-    """What a transform may change besides speed."""
+    """The numeric or other effects that a transform may have besides speed."""
 
     EXACT = "exact"
     """The same arithmetic, up to the order of operations."""
@@ -32,7 +32,7 @@ class Risk(StrEnum):
 
 
 class Claim(StrEnum):
-    """A resource that one transform of a candidate may claim for itself."""
+    """A resource that at most one transform of a candidate may control."""
 
     ELEMENT_TYPE = "the dtype"
     CAPTURE = "CUDA graph capture"
@@ -42,11 +42,11 @@ class Claim(StrEnum):
 
 
 class Applicable(msgspec.Struct, frozen=True):
-    """The transform can be applied to this workload on this device."""
+    """Result of `applies_to`: the transform can be applied to this workload on this device."""
 
 
 class NotApplicable(msgspec.Struct, frozen=True):
-    """The transform cannot be applied, or would have no effect.
+    """Result of `applies_to`: the transform cannot be applied, or would have no effect.
 
     Attributes:
         reason: one clause for the user, such as "the model has no convolution".
@@ -62,9 +62,10 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Transform(ABC):
     """One reversible change to how a workload executes.
 
-    A transform sets global flags only for the duration of a call, so that the caller's process is
-    unchanged between calls. A transform that needs other weights makes its own copy. The yielded
-    model accepts the original inputs; the yielded `inputs` are those it takes without conversion.
+    A transform sets global flags only during a call, so that the caller's process is unchanged
+    between calls. A transform that changes weights works on its own copy of the weights. The
+    transformed model still accepts the original inputs; the workload's new `inputs` are in a form
+    that needs no conversion.
 
     Attributes:
         name: the name that plans and users refer to.
@@ -96,31 +97,31 @@ class Transform(ABC):
 
     @property
     def precision(self) -> str:
-        """The precision class of the results: same, tf32, bf16, fp16 or int8."""
+        """The precision class of a transform's results: same, tf32, bf16, fp16 or int8."""
         return "same"
 
     @property
     def artefact(self) -> str:
-        """Name of the converted model of an engine beyond PyTorch.
+        """The name of the converted model that an engine outside PyTorch runs.
 
-        Transforms that return the same name run the same converted model.
+        Transforms with the same artefact name run the same converted model.
         """
         return self.name
 
     @property
     def takes_half_only(self) -> bool:
-        """Whether it needs 16-bit values, from the workload or from another transform."""
+        """Whether the transform needs 16-bit inputs, from workload or another transform."""
         return False
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """Resources that no other transform of the same candidate may claim."""
+        """Resources that no other transform in the same candidate may control."""
         return ()
 
     def libraries(self) -> dict[str, str]:
-        """Versions of libraries beside PyTorch that it runs on, by distribution.
+        """Return the versions of libraries other than PyTorch that the transform uses.
 
-        A plan serves only with these versions.
+        A plan serves only if the installed library versions are the same as in tuning.
 
         Raises:
             PackageNotFoundError: one is not installed.
@@ -129,14 +130,14 @@ class Transform(ABC):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """The parameter values worth trying on this device, the most promising first."""
+        """Return the parameter values worth trying on this device, the most promising first."""
         return (cls.Parameters(),)
 
     @abstractmethod
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Decide whether the transform can be applied. Must not run the model.
 
-        The workload may not be on its device yet: `facts` names the target device.
+        The workload may not be on the target device yet, so use the device in `facts`.
         """
 
     @abstractmethod
@@ -145,14 +146,14 @@ class Transform(ABC):
 
     @property
     def spec(self) -> TransformSpec:
-        """This transform as data."""
+        """The transform's name and parameters as plain data."""
         fields = msgspec.structs.asdict(self.parameters)
         return TransformSpec(self.name, tuple(fields.items()))
 
 
 @contextmanager
 def applied_in_order(transforms: Sequence[Transform], workload: Workload) -> Iterator[Workload]:
-    """Apply transforms innermost first; undo them in reverse order on exit."""
+    """Apply transforms innermost first, and undo them in reverse order on exit."""
     with ExitStack() as stack:
         for transform in transforms:
             workload = stack.enter_context(transform.applied(workload))
@@ -160,7 +161,7 @@ def applied_in_order(transforms: Sequence[Transform], workload: Workload) -> Ite
 
 
 class Scoped:
-    """A model that runs each call inside a fresh context, which sets and restores flags.
+    """A model that runs each call inside a new context, which sets and restores flags.
 
     Args:
         model: the callable to run.
@@ -172,6 +173,6 @@ class Scoped:
         self.scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model within the scope."""
+        """Run the model inside a new context made by `scope`."""
         with self.scope():
             return self.model(*args, **kwargs)

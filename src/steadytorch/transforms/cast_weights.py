@@ -31,7 +31,7 @@ _SEEN = "16-bit tensors"
 class CastWeights(Transform):
     """Converts weights, buffers and arithmetic to 16 bits; inputs and outputs keep their dtypes.
 
-    Each call converts floating-point inputs to the 16-bit dtype, and outputs back from it. Integer
+    Each call converts floating-point inputs to the 16-bit dtype and converts outputs back. Integer
     and complex tensors stay unchanged.
     """
 
@@ -55,12 +55,12 @@ class CastWeights(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Both dtypes; fp16 first on a GPU, where cuDNN has more engines for it."""
+        """fp16 and bf16; fp16 first on a GPU, where cuDNN has more engines for fp16."""
         order = ("fp16", "bf16") if facts.device == "cuda" else ("bf16", "fp16")
         return tuple(cls.Parameters(dtype) for dtype in order)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs inference, a float32 module without hooks, and hardware support for the dtype."""
+        """Needs inference, a float32 module without hooks, and hardware with 16-bit arithmetic."""
         return decide(
             *no_copy(workload),
             not_float32(workload),
@@ -70,7 +70,7 @@ class CastWeights(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on the converted copy; there is nothing to undo.
+        """Yield the workload with a 16-bit copy of the model; there is nothing to undo.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -82,12 +82,12 @@ class CastWeights(Transform):
 
 
 def to_type(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a floating-point tensor to a dtype; return others unchanged."""
+    """Convert a floating-point tensor to a dtype; return other tensors unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class CastModel(Converting):
-    """A model with weights of one dtype that takes and returns tensors of another.
+    """A model whose weights have one dtype and whose inputs and outputs have another.
 
     Args:
         inner: the model, its weights in `dtype`.

@@ -28,7 +28,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a 4-d or 5-d floating-point tensor to channels last; return others unchanged."""
+    """Convert a 4-d or 5-d floating-point tensor to channels last; return others as they are."""
     layout = _FORMATS.get(tensor.dim())
     if layout is None or not tensor.is_floating_point():
         return tensor
@@ -38,19 +38,19 @@ def to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
 class ChannelsLast(Transform):
     """Converts convolution weights and image inputs to the channels-last layout.
 
-    Layers preserve the layout of their input, so it propagates through the network. Output images
-    are converted back to contiguous, unless the caller's inputs are channels last.
+    Layers preserve the layout of their input, so channels last propagates through the network.
+    Output images are converted back to contiguous, unless the caller's inputs are channels last.
 
-    Inference runs on a converted copy of the weights. Training runs the model itself on converted
-    images: at each call, convolutions convert their weights to the layout of the input, and the
-    gradients back to the layout of the weights.
+    Inference runs on a converted copy of the weights. Training runs the original model on converted
+    images. At each call, convolutions convert their weights to channels last, and weight gradients
+    back to the layout of the weights.
     """
 
     name = "channels_last"
     risk = Risk.EXACT
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs 2-d or 3-d convolutions that are not yet channels last, and no hooks."""
+        """Needs a model without hooks whose 2-d or 3-d convolutions are not yet channels last."""
         weights = _weights(workload.module)
         images = [t for t in tensors_of(workload.inputs) if _is_image(t)]
         groups = weights, images
@@ -67,7 +67,7 @@ class ChannelsLast(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on a model that converts its inputs; there is nothing to undo.
+        """Yield the workload with a model that converts its inputs; there is nothing to undo.
 
         Raises:
             UnsupportedError: the model has hooks.
@@ -88,10 +88,10 @@ class ChannelsLast(Transform):
 
 
 def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert to channels last, with channels-last strides even for a single channel.
+    """Convert a tensor to channels last, with channels-last strides even for one channel.
 
-    The stride of a single channel is arbitrary, but PyTorch infers the layout from it, and
-    convolutions follow.
+    The channel stride of a one-channel tensor is arbitrary, but PyTorch infers the layout from that
+    stride, and convolutions use the inferred layout.
     """
     if not _is_image(tensor) or tensor.shape[1] != 1:
         return to_channels_last(tensor)
@@ -121,5 +121,5 @@ def _all_last(images: list[torch.Tensor]) -> bool:
 
 
 def _made_last(images: list[torch.Tensor]) -> bool:
-    """Whether all are channels last, and not only because one dimension has a single element."""
+    """Whether all images are channels last, and at least one is not also contiguous."""
     return _all_last(images) and any(map(_is_last, images))

@@ -43,23 +43,24 @@ class Compile(Transform):
     """Runs `torch.compile` with static shapes; with `freezing`, the weights become constants.
 
     Freezing disables gradients and fixes the weights at the first call: later changes to them have
-    no effect. In a model that compiles as one graph, the same holds for attributes of PyTorch's own
-    modules, such as a convolution's stride. Guards on these would take 0.3 of 4.4 ms for
-    MobileNetV3 on a two-core CPU. No parameter may be an input: it would be frozen too.
+    no effect. In a model that compiles as one graph, later changes to attributes of PyTorch's own
+    modules, such as a convolution's stride, also have no effect. Guards on module attributes would
+    take 0.3 of the 4.4 ms of a MobileNetV3 call on a two-core CPU. With freezing, no parameter may
+    be an input, since it would be frozen too.
 
     The first call compiles, which takes seconds to minutes.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Inductor's mode, whether weights become constants, and whether products stay unpadded.
+        """Inductor's mode, whether to freeze weights, and whether to skip padding matrix products.
 
         `coordinate-descent` is the default mode plus a coordinate-descent search over Triton
-        configurations, at about twice the set-up time. `max-autotune` does this too, and also tunes
-        matrix products.
+        configurations, at about twice the set-up time. `max-autotune` includes the
+        coordinate-descent search and also tunes matrix products.
 
-        Inductor pads a matrix product to aligned sizes if that product alone gets faster. The
-        copies can make the whole model slower: Swin-T took 3.01 ms padded and 2.87 ms unpadded on
-        an H100.
+        Inductor pads a matrix product to aligned sizes if that product alone gets faster. Copies
+        for padding can still make the whole model slower: Swin-T took 3.01 ms padded and 2.87 ms
+        unpadded on an H100.
         """
 
         mode: Literal["default", "coordinate-descent", "reduce-overhead", "max-autotune"] = (
@@ -74,7 +75,7 @@ class Compile(Transform):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """Graph capture for `reduce-overhead`, the float32 precision for `max-autotune`."""
+        """Claims graph capture for `reduce-overhead`, float32 precision for `max-autotune`."""
         if self.parameters.mode == "reduce-overhead":
             return (Claim.CAPTURE,)
         # max-autotune reads it by PyTorch's older API, which raises once `tf32` used the newer one.
@@ -82,7 +83,10 @@ class Compile(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Cheap variants first; the GPU modes on CUDA only. The search adds unpadded ones."""
+        """Cheap variants first; modes for GPUs on CUDA only.
+
+        The search itself adds variants without padded matrix products.
+        """
         found = [cls.Parameters("default", True), cls.Parameters("default", False)]
         if facts.device == "cuda":
             found += [cls.Parameters(mode, True) for mode in _FOR_GPUS]
@@ -114,9 +118,9 @@ class Compile(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on the compiled model; drop the compiled code on exit.
+        """Yield the workload with the compiled model; drop the compiled code on exit.
 
-        Code from the current `prebuilt` source replaces compilation.
+        Compiled code from the current `prebuilt` source, if any, replaces compilation.
 
         Raises:
             UnsupportedError: `freezing` is set and the model calls user functions.
@@ -169,9 +173,9 @@ def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
 def _private_entry(steadytorch_model: Any) -> Callable[..., Any]:
     """Return a function that calls the model, with its own code object and globals.
 
-    Dynamo caches compiled code per code object. A shared one would share the recompilation limit
-    with other callers, and dropping its cache would drop theirs. Guards name the model by the
-    argument `steadytorch_model`, which no other code uses.
+    Dynamo caches compiled code per code object. Callers that share a code object share its
+    recompilation limit, and dropping the cache of one drops the cache of all. Guards name the model
+    by the argument `steadytorch_model`, which no other code uses.
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:
@@ -190,9 +194,10 @@ _REGISTERED = re.compile(r"steadytorch_model(\._modules\['[^']*'\])*")
 def guards_to_keep(guards: Sequence[Any]) -> list[bool]:
     """Select the guards that frozen code keeps: drop those on PyTorch's modules in the model.
 
-    All other guards must stay. After a graph break, Dynamo compiles the code of each submodule
-    once per class, and only these guards tell whose weights are the constants. Modules outside the
-    tree (global, or in a list) have no other guards.
+    All guards except those on PyTorch's own modules must stay. After a graph break, Dynamo compiles
+    each submodule class once, and only the kept guards tell which instance's weights are the
+    constants. Guards on PyTorch modules outside the module tree (global, or in a list) also stay,
+    because nothing else guards those modules.
     """
     kept = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe(guards)
     ways = [_REGISTERED.match(guard.name) for guard in guards]
@@ -212,11 +217,11 @@ def _is_pytorchs(found: Any) -> bool:
 
 
 class _NotFreezingError(Exception):
-    """Dynamo is about to compile with the weights as inputs instead of constants."""
+    """Raised if Dynamo is about to compile with the weights as inputs instead of constants."""
 
 
 def inductor_options(parameters: Any) -> dict[str, Any]:
-    """Return the options of Inductor for the parameters of `Compile`."""
+    """Return Inductor's options for the parameters of `Compile`."""
     from torch._inductor import list_mode_options
 
     if parameters.mode == "coordinate-descent":
@@ -253,9 +258,9 @@ def _backend(parameters: Any) -> Callable[..., Any]:
 def weights_by_type() -> Iterator[None]:
     """Make Dynamo's guard labels show a frozen weight's type, not its values, as PyTorch 2.13 does.
 
-    Earlier versions print the values, which waits for the device hundreds of times. Compiling
-    RegNetY-8GF on an H100 spent 5 of 20 s on this, and 43 of 58 s beside three other compilations
-    (pytorch#176129).
+    PyTorch versions before 2.13 print the values, which waits for the device hundreds of times.
+    Compiling RegNetY-8GF on an H100 spent 5 of 20 s on printing values, and 43 of 58 s beside three
+    other compilations (pytorch#176129).
     """
     from torch._dynamo import guards
 
@@ -275,8 +280,9 @@ def weights_by_type() -> Iterator[None]:
 class _Frozen:
     """Turns freezing on for the duration of each compilation.
 
-    Dynamo records weights as constants only if the process-wide flag is set while it traces.
-    Inductor's option of the same name takes effect later and folds nothing.
+    Dynamo records weights as constants only if Inductor's process-wide `freezing` flag is set
+    during tracing. The `freezing` option of a single compilation takes effect after tracing and
+    folds nothing.
     """
 
     def __init__(self, compiled: Callable[..., Any]) -> None:
@@ -308,7 +314,7 @@ class _Frozen:
 
 
 class _Recorded:
-    """Marks each step for Inductor's CUDA graphs and copies outputs out of their buffers."""
+    """Marks each call as a step for Inductor's CUDA graphs and clones the graphs' outputs."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
         self.model = model

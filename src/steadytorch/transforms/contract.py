@@ -1,7 +1,7 @@
 """The contract of a transform, as a check that authors of plug-ins can run.
 
-A transform is applied to two small models and called several times. Candidates of a search are
-verified on the user's workload as well; this check finds mistakes before a search does.
+The check applies a transform to two small models and calls each several times. A search also
+verifies candidates on the user's workload, but the contract check finds mistakes earlier.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Tokens(nn.Module):
 
 
 def workloads(device: str) -> dict[str, Workload]:
-    """Two small workloads: images; and tokens, with a keyword argument and several results."""
+    """Two small workloads: images, and tokens with a keyword argument and several outputs."""
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -72,7 +72,7 @@ class Checked(NamedTuple):
 def violations(kind: type[Transform], device: str = "cpu") -> list[str]:
     """The rules that a transform breaks; empty if it keeps the contract.
 
-    For a test of a plug-in: `assert not violations(MyTransform)`.
+    A plug-in's test can call `assert not violations(MyTransform)`.
 
     Args:
         kind: the transform.
@@ -82,7 +82,7 @@ def violations(kind: type[Transform], device: str = "cpu") -> list[str]:
 
 
 def check(kind: type[Transform], device: str = "cpu") -> Checked:
-    """Checks the class, then applies every variant that applies to each small workload.
+    """Checks the class, then tries each variant on the small workloads that it applies to.
 
     Args:
         kind: the transform.

@@ -1,4 +1,4 @@
-"""Records the whole step as one CUDA graph and replays it."""
+"""Records a whole model call as one CUDA graph and replays it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ _WRITES_CONTAINERS = "the model writes to a list or dict argument, which a repla
 
 
 class CudaGraph(Transform):
-    """Records the step as one CUDA graph: one launch per call instead of one per kernel.
+    """Records the model call as one CUDA graph: one launch per call instead of one per kernel.
 
-    A call copies its tensors into static inputs, by graph nodes where possible. It then replays the
-    graph and returns copies of the outputs. All of it runs on the caller's current stream.
+    Where possible, the graph reads the caller's tensors and writes to new output tensors directly.
+    Inputs and outputs that the graph cannot access directly are copied to and from static buffers.
+    Copies and replay run on the caller's current stream.
 
-    Non-tensor arguments and control flow on the host are recorded as constants. Calls from several
-    threads take turns. A call during another graph's capture becomes part of that graph.
+    Non-tensor arguments and host control flow are fixed when the graph is recorded. Calls from
+    several threads take turns. A call during another graph's capture runs the model, which becomes
+    part of that graph.
 
     The yielded model has three extra attributes:
 
-    - `static_inputs`: the arguments at fixed addresses; passing one of these tensors saves a copy.
-    - `exact`: same call, but without a check of the signature.
+    - `static_inputs`: the arguments at fixed addresses; passing one of them saves a copy.
+    - `exact`: same call, but does not check the input signature.
     - `aliasing`: same call, but returns the graph's own buffers, which the next call overwrites.
     """
 
@@ -55,9 +57,9 @@ class CudaGraph(Transform):
         return (Claim.CAPTURE,)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, inference, no hooks, and all inputs on the device.
+        """Needs CUDA, inference, a model without hooks, and all inputs on the device.
 
-        Only `applied` finds out whether the step can be recorded.
+        Whether the call can be recorded is tested by `applied`, not by this method.
         """
         return decide(
             no_cuda(facts),
@@ -68,7 +70,7 @@ class CudaGraph(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Run the model a few times, record it, and yield a workload that replays it.
+        """Run the model a few times, record a call, and yield a workload that replays the graph.
 
         Raises:
             UnsupportedError: the step cannot be recorded; the message names CUDA's error.
@@ -95,7 +97,7 @@ class CudaGraph(Transform):
 
 
 class PoolMemory:
-    """The address ranges of a memory pool.
+    """Address ranges of a CUDA graph memory pool.
 
     Args:
         handle: the pool's handle.
@@ -107,7 +109,7 @@ class PoolMemory:
         self._segments: list[range] = []
 
     def look(self) -> None:
-        """Refresh the ranges: a recording may have grown the pool."""
+        """Refresh the address ranges, since a recording may have grown the pool."""
         self._segments = [
             range(segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot()
@@ -123,10 +125,10 @@ class PoolMemory:
 
 
 class Pool:
-    """Memory that the graphs of one model share; orders their replays.
+    """Memory pool shared by the CUDA graphs of one model; orders their replays.
 
-    Sharing is safe only if no two graphs run at once: `lock` orders their launches, and `follow`
-    makes a stream wait for the stream of the previous replay.
+    Sharing memory is safe only if no two graphs run at once. `lock` serialises launches, and
+    `follow` makes a stream wait for the stream of the previous replay.
     """
 
     def __init__(self, index: int) -> None:
@@ -145,7 +147,7 @@ class Pool:
         self.last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
-        """Move replays to the current stream, after all work on the previous one."""
+        """Move replays to the current stream, which first waits for the previous replay stream."""
         current = torch.cuda.current_stream(self.index)
         if self.last is not None:
             current.wait_stream(self.last)
@@ -219,7 +221,7 @@ def _versions(static: StaticInputs) -> list[int]:
 
 
 class Recorded(NamedTuple):
-    """A recorded graph and what its replays need; `model` is the recorded callable."""
+    """A recorded CUDA graph with its inputs, outputs and pool; `model` is the recorded callable."""
 
     replay: Callable[[], None]
     linked: Linked
@@ -250,7 +252,7 @@ def replayer(recorded: Recorded) -> Callable[..., Any]:
 
 
 def _results(recorded: Recorded) -> tuple[Results, Results]:
-    """Return results that survive the next call, and results that alias the graph's outputs."""
+    """Return two `Results`: one for outputs that survive the next call, one for graph buffers."""
     outputs, pointers = tensors_of(recorded.outputs), recorded.linked.outputs
     placers = [
         None if pointer is None else placer(pointer, output)
@@ -286,7 +288,7 @@ def _general_replayer(recorded: Recorded, found: Results) -> Callable[..., Any]:
 
 
 def _exact_replayer(recorded: Recorded, found: Results) -> Callable[[torch.Tensor], Any]:
-    """Fast path: one tensor of the recorded signature."""
+    """Make the fast path for calls with one tensor of the recorded signature."""
     replay, pool, model = recorded.replay, recorded.pool, recorded.model
     node, (place, collect) = recorded.linked.inputs[0], found
     lock, address, index, is_recording = pool.lock, pool.address, pool.index, pool.is_recording
@@ -311,7 +313,7 @@ def _exact_replayer(recorded: Recorded, found: Results) -> Callable[[torch.Tenso
 def _single_replayer(
     static: torch.Tensor, exact: Callable[..., Any], general: Callable[..., Any]
 ) -> Callable[[torch.Tensor], Any]:
-    """Dispatch tensors of the recorded signature to the fast path, all others to `general`."""
+    """Pass tensors of the recorded signature to the fast path `exact`, all others to `general`."""
     expected = (static.shape, static.stride(), static.dtype, static.device)
 
     def call(x: torch.Tensor, /) -> Any:

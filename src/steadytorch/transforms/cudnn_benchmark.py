@@ -19,8 +19,9 @@ from steadytorch.workload.workload import Workload
 class CudnnBenchmark(Transform):
     """Lets cuDNN time its engines at the first call with a shape, and keep the fastest.
 
-    It has no effect on a shape that already ran in this process: PyTorch keeps the engine it chose
-    then. Choices do not outlive the process. In a training step it covers the forward pass only.
+    Shapes that already ran in this process are unaffected, because PyTorch keeps the engine it
+    chose first. The chosen engines are lost when the process ends. In a training step, benchmark
+    mode covers the forward pass only.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +35,7 @@ class CudnnBenchmark(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """PyTorch's own limit, then all engines."""
+        """PyTorch's default limit of 10 engines, then all engines."""
         return cls.Parameters(10), cls.Parameters(0)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
@@ -51,7 +52,7 @@ class CudnnBenchmark(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that sets the mode for each call and restores it after."""
+        """Yield a workload that sets benchmark mode for each call and restores it afterwards."""
         cudnn = torch.backends.cudnn
         settings = [
             (cudnn, "benchmark", True),

@@ -36,7 +36,7 @@ class CudnnDeterministic(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that sets the flag for each call and restores it after."""
+        """Yield a workload that sets the deterministic flag for each call and then restores it."""
 
         def scope() -> AbstractContextManager[Any]:
             return flags((torch.backends.cudnn, "deterministic", True))

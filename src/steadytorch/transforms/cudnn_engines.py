@@ -40,17 +40,17 @@ _UNKNOWN_KIND = "no convolution is supported: engines need standard layers with 
 class CudnnEngines(Transform):
     """Runs convolutions on chosen cuDNN engines; inference also fuses the operations after them.
 
-    Inference replaces the model by its traced graph, on a copy that shares all weights that are not
-    folded. Batch norm, bias, residual add and ReLU become part of the convolutions.
+    For inference, a traced copy replaces the model and shares all weights that are not folded.
+    Batch norm, bias, residual add and ReLU are fused into the convolutions.
 
-    Training keeps the layers and the model's own weights, and chooses engines for the forward pass
-    and both gradients.
+    Training keeps the model's layers and weights, and runs the forward pass, input gradient and
+    weight gradient of convolutions on engines.
 
-    A convolution whose engine is missing or does not build here falls back to PyTorch.
+    A convolution whose engine is missing or cannot be built falls back to PyTorch.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The engines, as JSON that maps problems to engine plans; "" for cuDNN's first choice."""
+        """Chosen engines as JSON, by convolution problem; "" for cuDNN's first choice."""
 
         choices: str = ""
 
@@ -65,13 +65,13 @@ class CudnnEngines(Transform):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """Sums, which engines add to the result of a convolution."""
+        """Claims residual sums, which engines add to the result of a convolution."""
         return (Claim.SUMS,)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs CUDA, the cuDNN frontend and a convolution; inference also needs a traceable model.
 
-        Traces the model's `forward` symbolically, without computing anything.
+        For inference, traces the model's `forward` symbolically, without computing anything.
         """
         module = workload.module
         refused = decide(
@@ -86,7 +86,7 @@ class CudnnEngines(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on a rewritten copy; there is nothing to undo."""
+        """Yield the workload with a rewritten copy of the model; there is nothing to undo."""
         choices = read_choices(self.parameters.choices)
         if workload.is_training:
             from steadytorch.conv.training import Engines
@@ -120,7 +120,7 @@ def _fusible(workload: Workload) -> Applicable | NotApplicable:
 
 
 def engined_model(model: nn.Module, engines: Engines) -> nn.Module:
-    """Return a model whose convolutions run on engines, sharing its parameters and buffers.
+    """Return a copy that shares parameters and buffers and runs convolutions on cuDNN engines.
 
     Args:
         model: the model to train; it stays unchanged.
@@ -132,7 +132,7 @@ def engined_model(model: nn.Module, engines: Engines) -> nn.Module:
 
 
 def rewritten_model(workload: Workload) -> Any:
-    """Return the model with fused convolutions, still run by PyTorch.
+    """Return a copy of the model with fused convolutions, which still run in PyTorch.
 
     Runs the model once on the workload's inputs to find the shapes of intermediate values.
 
@@ -151,7 +151,7 @@ def rewritten_model(workload: Workload) -> Any:
 
 
 def _innermost(workload: Workload) -> Workload:
-    """Return the workload inside all conversions, which torch.fx cannot trace."""
+    """Unwrap `Converting` models, which torch.fx cannot trace, and convert the inputs."""
     model, arguments = workload.model, (workload.inputs, dict(workload.kwargs))
     while isinstance(model, Converting):
         model, arguments = model.inner, map_tensors(model.convert, arguments)
@@ -160,7 +160,7 @@ def _innermost(workload: Workload) -> Workload:
 
 
 def _around(model: Any, inner: nn.Module) -> Any:
-    """Wrap another model in copies of a model's conversions."""
+    """Wrap `inner` in copies of the `Converting` wrappers around `model`."""
     if not isinstance(model, Converting):
         return inner
     wrapper = copy.copy(model)

@@ -21,13 +21,13 @@ _MASK = 3
 
 
 class DenseMask(Transform):
-    """Materialises attention masks that are broadcast along the keys.
+    """Materialises attention masks that are broadcast along the key axis.
 
-    On CUDA, PyTorch's fused implementations reject a mask whose last stride is not 1 ("all inputs
-    must have a last dimension stride of 1"). The fallback computes in float32 and writes the scores
-    to memory. A mask that depends on the query alone has stride 0 there. transformers creates such
-    an all-true mask for encoders without padding when a model is compiled or recorded, but not when
-    it runs eagerly.
+    On CUDA, PyTorch's fused attention kernels reject a mask whose last stride is not 1 ("all inputs
+    must have a last dimension stride of 1"). PyTorch's fallback computes attention in float32 and
+    writes the scores to memory. A mask that depends on the query alone has a last stride of 0. For
+    encoders without padding, the transformers library creates an all-true mask of stride 0 under
+    compilation or graph capture, but not in eager mode.
     """
 
     name = "dense_mask"
@@ -44,12 +44,12 @@ class DenseMask(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that materialises such masks; there is nothing to undo."""
+        """Yield a workload that materialises broadcast masks; there is nothing to undo."""
         yield workload.with_model(DenselyMasked(workload.model))
 
 
 class DenselyMasked(nn.Module):
-    """A model that runs in a mode which materialises masks.
+    """Runs a model with its broadcast attention masks materialised.
 
     Args:
         inner: the model.
@@ -61,7 +61,7 @@ class DenselyMasked(nn.Module):
         self.training = inner.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner model; it may be compiled or recorded together with the mode."""
+        """Run the inner model with materialised masks; supports compilation and graph capture."""
         with _DenseMasks():
             return self.inner(*args, **kwargs)
 
@@ -78,7 +78,7 @@ class _DenseMasks(TorchFunctionMode):
 
 
 def dense(mask: Tensor | None) -> Tensor | None:
-    """Return the mask with a last stride of 1; unchanged if it has that already or is None.
+    """Return the mask with a last stride of 1; unchanged if its last stride is 1 or it is None.
 
     Args:
         mask: shape (..., queries, keys). Broadcasting along other axes is preserved.

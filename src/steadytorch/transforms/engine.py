@@ -1,4 +1,4 @@
-"""Engines beyond PyTorch: transforms that convert the whole model and run it elsewhere."""
+"""Base class of transforms that convert the whole model and run it outside PyTorch."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _ALTERED = "an engine converts the untouched model, so no other transform of the
 
 
 class Engine(Transform):
-    """Runs the whole model on an engine for CPUs.
+    """Runs the whole model on a CPU inference engine other than PyTorch.
 
-    The model is exported with static shapes, converted, and loaded from the converted form, whose
-    weights are copies: later changes to the model have no effect. The converted form is an
-    artefact, see `compiled.artefact`. Subclasses convert and load; see `backends`.
+    The model is exported with static shapes, converted, and loaded by the engine. The engine holds
+    copies of the weights, so later changes to the model have no effect. The converted model is
+    stored as an artefact (see `compiled.artefact`). Subclasses implement `convert` and `load` with
+    functions from `backends`.
 
     Attributes:
         engine_title: name of the engine, for messages.
@@ -61,32 +62,32 @@ class Engine(Transform):
 
     @abstractmethod
     def convert(self, exported: Exported) -> Mapping[str, Any]:
-        """Converts an exported model; returns parts by name, each a buffer of bytes."""
+        """Converts an exported model; returns its parts by name, each a bytes-like object."""
 
     @abstractmethod
     def load(self, parts: Mapping[str, Any], form: Form) -> Run:
-        """Loads a converted model and proves that the engine engaged as requested."""
+        """Loads a converted model; checks that it runs on the requested device and precision."""
 
     def converters(self) -> dict[str, str]:
-        """Versions of the libraries that write and read the artefact."""
+        """Versions of the libraries that write and read the converted model."""
         return self.libraries()
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it converts to ONNX, and ONNX Runtime quantises the result to int8."""
+        """Whether the model is converted to ONNX and quantised to int8 by ONNX Runtime."""
         return False
 
     @property
     def artefact(self) -> str:
-        """Name of the converted model; engines share the quantised one."""
+        """Name of the converted model; all engines share the int8 model."""
         return "int8" if self.is_quantised else self.name
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
-        """Further objections of an engine."""
+        """Engine-specific reasons why the transform does not apply."""
         return ()
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs the packages, and inference in float32 on a CPU, by a model in evaluation mode."""
+        """Needs the engine's packages, a CPU, and float32 inference in evaluation mode."""
         module = workload.module
         inputs = tensors_of((workload.inputs, dict(workload.kwargs)))
         return decide(
@@ -99,13 +100,13 @@ class Engine(Transform):
             (any(t.layout != torch.strided for t in inputs), "an input is sparse"),
             steered(workload),
             *self.objections(workload),
-            # Last, so that it is given only where installing them would help.
+            # Last, so that users are told to install packages only where that would help.
             not_installed(type(self)),
         )
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on the engine; there is nothing to undo.
+        """Yield the workload with the model on the engine; there is nothing to undo.
 
         Raises:
             UnsupportedError: the model cannot be converted, or another device or precision engaged.
@@ -134,7 +135,7 @@ class Engine(Transform):
         return {FORM: msgspec.json.encode(form), **parts}
 
     def _explained(self, action: str, work: Any) -> Any:
-        """Does the work of a library, whose exceptions are of classes of its own."""
+        """Calls a library function and turns the library's exceptions into `UnsupportedError`."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the libraries, about each other
@@ -148,7 +149,7 @@ class Engine(Transform):
 
 
 def not_installed(kind: type[Engine]) -> Objection:
-    """Objection if a package of an engine is missing."""
+    """Objection if a Python package of an engine is not installed."""
     missing = any(find_spec(name) is None for name in kind.packages)
     return missing, f"needs {kind.engine_title}, {NOT_INSTALLED} 'steadytorch[{kind.extra}]'"
 
@@ -160,7 +161,7 @@ def thread_count(given: ThreadsName) -> int:
 
 
 def thread_settings() -> list[tuple[ThreadsName, bool]]:
-    """Settings worth trying, without repetition: PyTorch's count without and with an option; fewer.
+    """Thread settings to try: PyTorch's count without and with the engine's option, then fewer.
 
     Returns:
         The number of threads, and whether the engine's option for threads is on.

@@ -33,8 +33,8 @@ class Pair(NamedTuple):
 class FoldBatchNorm(Transform):
     """Folds the scale and shift of batch norms into convolutions, on a copy of the model.
 
-    The copy keeps the model's `forward`; an `nn.Identity` replaces each folded batch norm. Alone
-    this can be slower, because the bias may become a separate kernel.
+    The copy keeps the model's `forward`; an `nn.Identity` replaces each folded batch norm. Folding
+    alone can be slower, because the convolution's bias may become a separate kernel.
     """
 
     name = "fold_batch_norm"
@@ -56,7 +56,7 @@ class FoldBatchNorm(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on the folded copy; there is nothing to undo."""
+        """Yield the workload with a folded copy of the model; there is nothing to undo."""
         folded = copy_with(workload.model, lambda tensor: tensor, apart=True)
         for pair in foldable_pairs(workload):
             fold(folded, pair)
@@ -64,7 +64,7 @@ class FoldBatchNorm(Transform):
 
 
 def foldable_pairs(workload: Workload) -> list[Pair]:
-    """Find the pairs that can be folded without changing results.
+    """Find pairs of convolution and batch norm that can be folded without changing results.
 
     Args:
         workload: must have an `nn.Module`; its inputs determine which optional arguments are set.
@@ -98,7 +98,7 @@ def _holds_both(module: nn.Module | None) -> bool:
 
 
 def _is_fixed(batch_norm: nn.Module) -> bool:
-    """Whether it normalises by stored statistics, which makes it a constant affine map."""
+    """Whether a batch norm uses stored statistics, which makes it a constant affine map."""
     return not batch_norm.training and getattr(batch_norm, "running_var", None) is not None
 
 

@@ -35,17 +35,17 @@ _NO_SEPARABLE = (
 class FusedKernels(Transform):
     """Runs adjacent layers as one kernel: ReLU and max pooling, and optionally more.
 
-    The traced graph replaces the model, on a copy with the same modules, weights and names, except:
+    A traced copy replaces the model and keeps its modules, weights and names, except:
 
-    - The batch norm of a stem is folded; with `separable`, all batch norms are.
+    - The batch norm of a fused stem is folded; with `separable`, all batch norms are folded.
     - Weights of depthwise convolutions get a new memory layout.
     - The bias of a convolution before a residual sum moves into the sum.
 
-    Side effects of `forward` are not repeated.
+    Python side effects of `forward` happen during tracing only, not at each call.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Which other patterns are fused.
+        """Patterns to fuse in addition to ReLU with max pooling.
 
         Attributes:
             stem: a few-channel convolution with the ReLU and max pooling after it.
@@ -74,7 +74,7 @@ class FusedKernels(Transform):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """Biases where convolutions are fused; sums too with `residual`."""
+        """Claims biases with `separable`, and biases and residual sums with `residual`."""
         # Pointwise convolutions take their sums before engines look for theirs.
         if self.parameters.residual:
             return Claim.SUMS, Claim.BIASES
@@ -82,12 +82,12 @@ class FusedKernels(Transform):
 
     @property
     def takes_half_only(self) -> bool:
-        """True with `separable`: in other dtypes its operators fall back to PyTorch's."""
+        """True with `separable`: its operators fall back to PyTorch unless values have 16 bits."""
         return self.parameters.separable
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """With and without patterns for which a library may be faster."""
+        """All combinations of `stem` and `residual`, then `separable` alone."""
         ways = ((False, False), (True, False), (True, True), (False, True))
         stems_and_sums = tuple(cls.Parameters(stem, residual) for stem, residual in ways)
         return (*stems_and_sums, cls.Parameters(separable=True))
@@ -133,7 +133,7 @@ class FusedKernels(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on the graph with fused operators; there is nothing to undo."""
+        """Yield the workload with a copy that runs fused operators; there is nothing to undo."""
         model, graph = traced_to_run(workload)
         layers, asked = Layers(model, graph), self.parameters
         stems, residuals = [], list(layers.residuals()) if asked.residual else []
@@ -202,7 +202,7 @@ def _fuse_residual(model: nn.Module, graph: torch.fx.Graph, residual: Residual) 
 def _replace(
     graph: torch.fx.Graph, fused: torch.fx.Node, last: torch.fx.Node, *others: torch.fx.Node
 ) -> None:
-    """Replace several nodes, given from last to first, by one."""
+    """Replace several graph nodes, given from last to first, by one fused node."""
     last.replace_all_uses_with(fused)
     for node in (last, *others):
         graph.erase_node(node)

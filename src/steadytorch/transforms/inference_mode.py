@@ -27,8 +27,9 @@ _OPAQUE = (*CONSTANTS, nn.Module, ModuleType, type)
 class InferenceMode(Transform):
     """Wraps each call in `torch.inference_mode`, which reduces host overhead per operation.
 
-    The mode ends with the call. Outputs become ordinary tensors that callers may write to and use
-    in autograd. A caller in inference mode gets inference tensors, as from any model.
+    Inference mode ends with the call. Outputs become ordinary tensors that callers may write to and
+    use in autograd. A caller that is itself in inference mode gets inference tensors, as from any
+    model.
     """
 
     name = "inference_mode"
@@ -93,7 +94,7 @@ def _inference_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor that shares memory; copy if the storage cannot be shared."""
+    """Return an ordinary tensor over the same memory; copy if the storage cannot be shared."""
     if type(tensor) is Tensor and not (tensor.is_conj() or tensor.is_neg()):
         try:
             return tensor.new_empty(0).set_(tensor)  # type: ignore[arg-type]
@@ -105,8 +106,8 @@ def _ordinary(tensor: Tensor) -> Tensor:
 class Leaving:
     """Replaces inference tensors in a call's result by ordinary tensors.
 
-    Containers are updated in place, except tuples: the caller or the model may hold references to
-    them. Tensors that share memory also share a version counter, as views do.
+    Containers other than tuples are updated in place, because the caller or the model may hold
+    references to them. Replacements that share memory also share a version counter, as views do.
 
     Args:
         kept: inference tensors that existed before the call.
@@ -120,7 +121,7 @@ class Leaving:
         self._alive: list[Any] = []
 
     def changed(self, value: Any) -> Any:
-        """Return the value with ordinary tensors in it."""
+        """Return the value with its inference tensors replaced by ordinary tensors."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 return value

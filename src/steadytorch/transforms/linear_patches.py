@@ -22,14 +22,15 @@ _NO_PATCHES = "the model has no convolution over non-overlapping patches (stride
 class LinearPatches(Transform):
     """Replaces convolutions whose stride equals their kernel size by matrix products.
 
-    Examples are the patch embeddings of vision transformers, and the stem and downsampling layers
-    of ConvNeXt. Their patches do not overlap, so one copy rearranges the image by patch, and one
-    matrix product does the rest. Its kernels are faster than those for convolutions with few
-    channels or large windows.
+    Examples of such convolutions are the patch embeddings of vision transformers, and the stem and
+    downsampling layers of ConvNeXt. Patches do not overlap, so one copy rearranges the image by
+    patch, and one matrix product computes the convolution. For few channels or large windows,
+    matrix product kernels are faster than convolution kernels.
 
     Works on a copy of the modules that shares the weights. Layers keep their names, attributes and
-    hooks; results keep the strides of the convolution's output. The order of summation changes.
-    In float32, PyTorch's matmul precision setting applies instead of the one for convolutions.
+    hooks; outputs keep the strides that the convolution would return. Products are summed in
+    another order than in the convolution. In float32, PyTorch's matmul precision setting applies
+    instead of the one for convolutions.
     """
 
     name = "linear_patches"
@@ -46,7 +47,7 @@ class LinearPatches(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload on a copy with these layers replaced; there is nothing to undo."""
+        """Yield the workload with its patch layers replaced in a copy; there is nothing to undo."""
         model = copy_with(workload.model, lambda tensor: tensor, apart=True)
         for layer in patch_layers(model):
             layer.__class__ = _KINDS[type(layer)]
@@ -54,18 +55,18 @@ class LinearPatches(Transform):
 
 
 class _OfPatches:
-    """Mixin for a patch convolution; comes before PyTorch's class in the MRO."""
+    """Mixin that computes a convolution by `conv_of_patches`; list it before PyTorch's class."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return conv_of_patches(input, weight, bias)
 
 
 class PatchConv2d(_OfPatches, nn.Conv2d):
-    """`nn.Conv2d` as a matrix product."""
+    """`nn.Conv2d` over non-overlapping patches, computed as a matrix product."""
 
 
 class PatchConv3d(_OfPatches, nn.Conv3d):
-    """`nn.Conv3d` as a matrix product."""
+    """`nn.Conv3d` over non-overlapping patches, computed as a matrix product."""
 
 
 _KINDS: dict[type, Any] = {nn.Conv2d: PatchConv2d, nn.Conv3d: PatchConv3d}
@@ -74,8 +75,9 @@ _KINDS: dict[type, Any] = {nn.Conv2d: PatchConv2d, nn.Conv3d: PatchConv3d}
 def patch_layers(module: nn.Module) -> list[nn.Module]:
     """Find the 2-d and 3-d convolutions whose patches are adjacent and do not overlap.
 
-    1x1 convolutions are left out: libraries already run them as matrix products. Subclasses and
-    parametrised layers are left out, because they may compute something else.
+    1x1 convolutions are left out: libraries already run them as matrix products. Subclasses of
+    `nn.Conv2d` and `nn.Conv3d` and parametrised layers are left out, because they may compute
+    something else.
     """
     return [layer for layer in module.modules() if type(layer) in _KINDS and _touches(layer)]
 
@@ -123,13 +125,13 @@ def conv_of_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_channels_last(images: Tensor, n: int) -> bool:
-    """Whether the memory order is channels last; a stride of zero (broadcast) is neither layout."""
+    """Whether the memory order is channels last; False for broadcast channels or spatial axes."""
     channels, *spatial = images.stride()[-n - 1 :]
     return 0 < channels < spatial[-1] and spatial == sorted(spatial, reverse=True)
 
 
 def _is_taken_for_last(images: Tensor, n: int) -> bool:
-    """Whether PyTorch's own rule infers channels last, and so makes the output channels last."""
+    """Whether PyTorch treats the tensor as channels last and makes a channels-last output."""
     if images.dim() == n + 1:
         images = images.unsqueeze(0)
     sizes, strides, least = images.shape, images.stride(), 0

@@ -21,7 +21,7 @@ class OnnxRuntime(Engine):
     """Runs the whole model on ONNX Runtime's CPU provider, in float32 or with layers in int8."""
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Precision ("" for float32), number of threads, and whether they sleep while they wait."""
+        """Precision ("" for float32), number of threads, and whether waiting threads sleep."""
 
         threads: ThreadsName = ""
         passive: bool = False
@@ -39,12 +39,12 @@ class OnnxRuntime(Engine):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it runs in int8."""
+        """Whether the model runs in int8."""
         return self.parameters.precision == "int8"
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """All threads, spinning while they wait; then passive ones, and fewer; each in int8 too."""
+        """Spinning threads first, then passive threads, then fewer; each in float32 and int8."""
         return [
             cls.Parameters(threads, passive, precision)
             for threads, passive in thread_settings()
@@ -52,7 +52,7 @@ class OnnxRuntime(Engine):
         ]
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
-        """Weights beyond ONNX's limit."""
+        """Objection if the weights exceed ONNX's limit of 2 GiB."""
         module = workload.module
         held = () if module is None else chain(module.parameters(), module.buffers())
         size = sum(tensor.nbytes for tensor in held)
@@ -68,6 +68,6 @@ class OnnxRuntime(Engine):
         return onnxruntime.convert(exported)
 
     def load(self, parts: Mapping[str, Any], form: Form) -> Run:
-        """Makes a session and proves the provider."""
+        """Creates an inference session and checks that it uses the CPU provider."""
         asked = self.parameters
         return onnxruntime.load(parts, form, thread_count(asked.threads), not asked.passive)

@@ -26,14 +26,14 @@ from steadytorch.workload.workload import Workload
 class OpenVino(Engine):
     """Runs the whole model on OpenVINO's CPU plug-in.
 
-    Its default precision is bf16 where the processor has it, so the precision is always requested
-    and then proven by the graph that OpenVINO executes. In int8, layers that are not quantised run
-    in bf16 where the processor has it. Its threads (TBB) hold up better than OpenMP's beside other
-    programs.
+    OpenVINO defaults to bf16 where the processor supports bf16. The transform therefore always
+    requests a precision, and verifies it in the graph that OpenVINO executes. In int8, layers that
+    are not quantised run in bf16 where the processor supports bf16. OpenVINO's threads (TBB) lose
+    less speed than OpenMP's while other programs run.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Type of arithmetic, number of threads, and whether these are pinned."""
+        """Precision, number of threads, and whether threads are pinned to cores."""
 
         precision: Literal["f32", "bf16", "int8"] = "f32"
         threads: ThreadsName = ""
@@ -46,18 +46,18 @@ class OpenVino(Engine):
 
     @property
     def precision(self) -> str:
-        """`same` for f32, else bf16 or int8."""
+        """Precision class: `same` for f32, else bf16 or int8."""
         asked = self.parameters.precision
         return "same" if asked == "f32" else asked
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it runs in int8."""
+        """Whether the model runs in int8."""
         return self.parameters.precision == "int8"
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """All precisions; then pinned threads, and fewer of them."""
+        """Each precision with PyTorch's thread count, then with pinned threads, then with fewer."""
         return [
             cls.Parameters(precision, threads, pinned)
             for threads, pinned in thread_settings()
@@ -65,17 +65,17 @@ class OpenVino(Engine):
         ]
 
     def objections(self, workload: Workload) -> tuple[Objection, ...]:
-        """ONNX's limit and packages for int8, which ONNX Runtime quantises."""
+        """For int8, the objections of ONNX Runtime, which quantises the model; else none."""
         if not self.is_quantised:
             return ()
         return (*OnnxRuntime().objections(workload), not_installed(OnnxRuntime))
 
     def libraries(self) -> dict[str, str]:
-        """The version of OpenVINO, and in int8 that of ONNX Runtime."""
+        """The version of OpenVINO, and for int8 also the version of ONNX Runtime."""
         return {**openvino.libraries(), **(self.converters() if self.is_quantised else {})}
 
     def converters(self) -> dict[str, str]:
-        """The version of OpenVINO, or that of ONNX Runtime in int8."""
+        """The version of OpenVINO; for int8, the version of ONNX Runtime instead."""
         return onnxruntime.libraries() if self.is_quantised else openvino.libraries()
 
     def convert(self, exported: Exported) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ class OpenVino(Engine):
         return into.convert(exported)
 
     def load(self, parts: Mapping[str, Any], form: Form) -> Run:
-        """Compiles the IR and proves device and precision."""
+        """Compiles the IR and checks the device and precision that OpenVINO uses."""
         asked = self.parameters
         threads = thread_count(asked.threads)
         return openvino.load(parts, form, asked.precision, threads, asked.pinned)

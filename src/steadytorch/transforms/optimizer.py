@@ -28,12 +28,12 @@ class OptimizerStep(Transform):
     """Runs the optimizer's step in fewer kernels.
 
     `fused` and `foreach` are PyTorch's own implementations of the same update. `merge` updates
-    parameter groups with equal hyper-parameters together: one group per layer is common and costs
-    at least one launch each. The caller's optimizer and its switches are unchanged after each step.
+    parameter groups with equal hyper-parameters together, because each group costs at least one
+    kernel launch. After each step, the settings of the caller's optimizer are unchanged.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The implementation, and whether to merge groups with equal hyper-parameters."""
+        """The optimizer implementation, and whether to merge groups with equal hyper-parameters."""
 
         implementation: Literal["own", "fused", "foreach", "compiled"] = "fused"
         merge: bool = False
@@ -44,7 +44,7 @@ class OptimizerStep(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """Fused first, and each implementation without and with merged groups."""
+        """Fused, foreach and compiled; first without, then with merged parameter groups."""
         return tuple(
             cls.Parameters(implementation, merge)
             for merge in (False, True)
@@ -84,7 +84,7 @@ class OptimizerStep(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield the workload with this update; the optimizer itself is not changed.
+        """Yield the workload with this implementation; the optimizer object is not changed.
 
         Raises:
             UnsupportedError: the workload is not for training.

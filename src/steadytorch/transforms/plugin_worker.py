@@ -1,4 +1,4 @@
-"""Loading and checking plug-ins in worker processes, which they may crash or block."""
+"""Loads and checks plug-ins in worker processes, which isolate crashes and hangs."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class PluginHandler:
         plugins.load(name)
 
     def check(self, name: str, device: str) -> list[str]:
-        """How a plug-in breaks the contract of a transform; see `contract.check`."""
+        """Returns why no variant was run ("" if one was), then the broken contract rules."""
         found = contract.check(plugins.load(name), device)
         return [found.not_run, *found.violations]
 
 
 def admit() -> None:
-    """Loads each installed plug-in in a worker; refuses here those that fail or die.
+    """Loads each installed plug-in in a worker; refuses plug-ins that fail or crash the worker.
 
-    Does nothing without plug-ins, or if they were admitted before.
+    Plug-ins that were admitted or refused earlier are not loaded again.
     """
     _refuse_taken()
     names = [name for name in plugins.found() if name not in _admitted | plugins.refused().keys()]
@@ -62,7 +62,7 @@ def admit() -> None:
 
 
 def check_all(device: str) -> tuple[PluginCheck, ...]:
-    """Runs the contract over each installed plug-in, each in a process of its own.
+    """Checks each installed plug-in against the contract of a transform, in its own process.
 
     Args:
         device: a torch device string.
@@ -84,7 +84,7 @@ def check_all(device: str) -> tuple[PluginCheck, ...]:
 
 
 def _checked(directory: Path, name: str, device: str) -> list[str]:
-    """Why nothing was run, or "", and what is broken."""
+    """Returns why no variant was run ("" if one was), then the contract rules that are broken."""
     if name in plugins.refused():
         return ["", plugins.refused()[name]]
     found = _asked(directory, name, lambda w: w.call("check", CHECK_S, name=name, device=device))

@@ -1,9 +1,9 @@
 """Plug-ins: transforms of other distributions, found by their entry points.
 
 A distribution offers a transform in the entry-point group `steadytorch.transforms`, under the name
-of the transform. Plug-ins are loaded only for a search, or when a plan or the user names one. A
-plug-in that fails costs its own candidates only: each is loaded in a process of its own first
-(`steadytorch.transforms.plugin_worker`), and refused with a reason.
+of the transform. Plug-ins are loaded only for a search, or when a plan or the user names one. Each
+plug-in is first loaded in its own process (`steadytorch.transforms.plugin_worker`). If a plug-in
+fails, it is refused with a reason, and only its own candidates are lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def distribution(name: str) -> str:
 
 
 def version(name: str) -> dict[str, str]:
-    """The version of the distribution that offers a plug-in, by its name; empty if unknown."""
+    """The distribution that offers a plug-in, as a dict of name to version; empty if unknown."""
     held = found()[name].dist
     return {} if held is None else {held.name: held.version}
 
@@ -49,7 +49,7 @@ def refuse(name: str, reason: str) -> None:
 
 
 def refused() -> dict[str, str]:
-    """Why plug-ins were refused in this process, by name."""
+    """Plug-ins refused in this process, as a dict of plug-in name to reason."""
     return dict(_refused)
 
 
@@ -85,7 +85,10 @@ def _loaded(name: str) -> type[Transform]:
 
 
 def class_fault(name: str, kind: Any) -> str | None:
-    """How a class breaks the contract of a transform without being applied; None if it does not."""
+    """First contract rule that a transform class breaks; None if it breaks no rule.
+
+    The check does not apply the transform to a model.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Transform)):
         return f"{kind!r:.60} is not a subclass of steadytorch.plugins.Transform"
     if inspect.isabstract(kind):
@@ -118,7 +121,7 @@ def _instance_fault(transform: Transform, kind: type[Transform]) -> str | None:
 
 
 def variants(name: str, facts: DeviceFacts) -> list[Transform]:
-    """The variants of a plug-in for a device; none, and a refusal, if it fails."""
+    """The variants of a plug-in for a device; empty if the plug-in fails and is refused."""
     try:
         kind = load(name)
         return [kind(parameters) for parameters in kind.variants(facts)]

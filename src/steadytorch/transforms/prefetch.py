@@ -1,8 +1,8 @@
 """Copies each batch to the device while the device computes on the previous one.
 
 A plain `batch.to(device)` from pageable memory blocks the host and runs in the compute stream, so
-nothing overlaps. Here a batch is requested one iteration ahead and copied from page-locked memory
-on a separate stream.
+nothing overlaps. With prefetching, each batch is requested one iteration ahead and copied from
+page-locked memory on a separate stream.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BatchT = TypeVar("BatchT")
 class Prefetch(Transform):
     """Fetches the batches of a workload's loader one step ahead.
 
-    It corresponds to `steadytorch.prefetch` around the loader of the caller's loop. The model and
-    its inputs stay unchanged; a workload without a loader is unaffected.
+    In a training or inference loop, wrap the loader in `steadytorch.prefetch` for the same effect.
+    The model and its inputs stay unchanged; a workload without a loader is unaffected.
     """
 
     name = "prefetch"
@@ -99,7 +99,7 @@ class Prefetched(Delivered[BatchT]):
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[BatchT]:
-        """Yield batches in the loader's order; its exceptions are raised in place of a batch."""
+        """Yield batches in the loader's order; raise the loader's exception in place of a batch."""
         batches = iter(self._loader)
         if self._device.type != "cuda":
             return batches
@@ -114,7 +114,7 @@ class Prefetched(Delivered[BatchT]):
 
 
 def _ahead(batches: Iterator[BatchT], device: torch.device) -> Iterator[BatchT]:
-    """Yield batches while the next one is already being copied."""
+    """Yield each batch while the next batch is already being copied to the device."""
     stream = torch.cuda.Stream(device)
     try:
         coming = _Arrival(batches, stream)
@@ -160,7 +160,7 @@ class _Arrival:
         return tensor.to(device, non_blocking=True)
 
     def give_back(self) -> None:
-        """Wait until the loader's own pinned memory is read: it may reuse it for the next batch."""
+        """Wait for the copy, since the loader may reuse its pinned memory for the next batch."""
         if self._lent:
             self._copied.synchronize()
 

@@ -23,16 +23,16 @@ from steadytorch.workload.workload import Workload
 class StepGraph(Transform):
     """Records a training step as CUDA graphs: one launch per graph instead of one per kernel.
 
-    - `backward` records forward, loss and backward; clipping and the update run eagerly.
-    - `update` records clipping and the update as a second graph.
-    - `step` records all of it as one graph.
+    - Scope `backward`: forward, loss and backward; gradient clipping and optimizer run eagerly.
+    - Scope `update`: the same, and a second graph for gradient clipping and optimizer.
+    - Scope `step`: the whole training step as one graph.
 
-    Random numbers come from the caller's generator, as they do eagerly. `graphs.step` lists the
+    Random numbers come from the caller's generator, as in eager mode. `graphs.step` lists the
     checks before each replay.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """The recorded part of the step."""
+        """The part of the training step to record."""
 
         scope: Literal["backward", "update", "step"] = "step"
 
@@ -51,7 +51,7 @@ class StepGraph(Transform):
         return cls.Parameters("step"), cls.Parameters("update"), cls.Parameters("backward")
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs CUDA, training, no hooks, and all inputs on the device."""
+        """Needs CUDA, training, a model without hooks, and all inputs on the device."""
         return decide(
             no_cuda(facts),
             (not workload.is_training, FOR_TRAINING),

@@ -25,8 +25,8 @@ def _operators() -> tuple[Any, ...]:
 class Tf32(Transform):
     """Uses TF32 for matrix products, convolutions and recurrent layers.
 
-    Factors are rounded to a 10-bit mantissa; sums stay in float32. In a training step it covers the
-    forward pass only.
+    Factors are rounded to a 10-bit mantissa; sums stay in float32. In a training step, TF32 covers
+    the forward pass only.
     """
 
     name = "tf32"
@@ -44,7 +44,7 @@ class Tf32(Transform):
         return "tf32"
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a float32 workload, a GPU with TF32, and an operator that does not use it yet."""
+        """Needs a float32 workload, a GPU with TF32, and an operator that does not use TF32 yet."""
         on = all(operator.fp32_precision == "tf32" for operator in _operators())
         return decide(
             no_cuda(facts),
@@ -55,7 +55,7 @@ class Tf32(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that sets the precisions for each call and restores them after."""
+        """Yield a workload that allows TF32 in each call and restores the settings afterwards."""
         settings = [(operator, "fp32_precision", "tf32") for operator in _operators()]
 
         def scope() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from steadytorch.workload.workload import Workload
 
 
 class _ThreadSetting:
-    """PyTorch's thread count as an attribute, for `flags`."""
+    """PyTorch's thread count as an attribute that `ambient.flags` can set and restore."""
 
     @property
     def count(self) -> int:
@@ -49,11 +49,12 @@ os.register_at_fork(after_in_child=_in_child)
 class Threads(Transform):
     """Changes the number of threads per operator: fewer can be faster and steadier.
 
-    In a training step it covers the forward pass only.
+    In a training step, the changed thread count covers the forward pass only.
 
-    The count belongs to the calling thread, but PyTorch also sets the initial count of new threads:
-    a thread whose first operator runs during a call keeps this count. OpenMP's own setter avoids
-    that, but would not reset convolutions cached by oneDNN, which remember a thread count.
+    PyTorch sets the thread count of the calling thread and the initial count of new threads. A
+    thread whose first operator runs during a call keeps the changed thread count. OpenMP's own
+    setter leaves new threads alone, but would not reset convolutions cached by oneDNN, which
+    remember a thread count.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,14 +68,14 @@ class Threads(Transform):
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
-        """One per physical core, half of that, and one, except the current count."""
+        """One thread per physical core, half as many, and one; the current count is left out."""
         present = torch.get_num_threads()
         cores = facts.cores_physical or present
         counts = dict.fromkeys((cores, max(1, cores // 2), 1))
         return tuple(cls.Parameters(count) for count in counts if count != present)
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
-        """Needs a workload on the CPU and at least as many logical cores."""
+        """Needs a workload on the CPU and at least one logical core per thread."""
         count, cores = self.parameters.count, facts.cores_logical
         return decide(
             (facts.device != "cpu", "the workload does not run on the CPU"),
@@ -84,7 +85,7 @@ class Threads(Transform):
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:
-        """Yield a workload that sets the count for each call and restores it after.
+        """Yield a workload that sets the thread count for each call and restores it afterwards.
 
         Raises:
             UnsupportedError: raising the count in a forked process, where OpenMP may deadlock.

@@ -29,7 +29,7 @@ _ATTENTION_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tran
 
 
 def decide(*objections: Objection) -> Applicable | NotApplicable:
-    """Return the first objection `(holds, reason)` that holds, or `Applicable`."""
+    """Return `NotApplicable` with the reason of the first objection that holds, or `Applicable`."""
     for holds, reason in objections:
         if holds:
             return NotApplicable(reason)
@@ -37,7 +37,7 @@ def decide(*objections: Objection) -> Applicable | NotApplicable:
 
 
 def untraceable(error: Exception) -> NotApplicable:
-    """Says that a model cannot be traced, and why."""
+    """Return `NotApplicable` with the reason why torch.fx cannot trace the model."""
     if isinstance(error, UnsupportedError):
         return NotApplicable(str(error))
     return NotApplicable(f"torch.fx cannot trace the model: {first_line(error)}")
@@ -55,15 +55,15 @@ def not_float32(workload: Workload) -> Objection:
 
 
 def no_copy(workload: Workload) -> tuple[Objection, Objection]:
-    """Objection if a copy with converted weights cannot replace the model."""
+    """Objections if a copy with converted weights cannot replace the model."""
     return (workload.module is None, PLAIN_CALLABLE), (workload.is_training, ON_A_COPY)
 
 
 def hooked(workload: Workload) -> Objection:
-    """Objection to hooks, per module or global: a replay skips their work on the host.
+    """Objection if the model has module or global hooks, because a replay would not run them.
 
-    The hooks of PyTorch's weight and spectral norms do not count: they only compute weights, on the
-    device.
+    Hooks of PyTorch's weight norm and spectral norm do not count, because they only compute weights
+    on the device.
     """
     model = workload.untouched
     modules = model.modules() if isinstance(model, nn.Module) else ()
@@ -72,7 +72,7 @@ def hooked(workload: Workload) -> Objection:
 
 
 def hooks_see(workload: Workload, seen: str) -> Objection:
-    """Objection to hooks, which would see the tensors that a transform changes.
+    """Objection if the model has hooks, which would see the tensors that a transform changes.
 
     Args:
         workload: the workload whose model may have hooks.
@@ -82,7 +82,9 @@ def hooks_see(workload: Workload, seen: str) -> Objection:
 
 
 def refuse_if(objection: Objection) -> None:
-    """Repeat a check of the search, because the model may have got hooks since.
+    """Raise an error if the objection holds.
+
+    Repeats a check of the search, because the model may have changed since the search.
 
     Raises:
         UnsupportedError: the objection holds.
@@ -98,10 +100,10 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def steered(workload: Workload) -> Objection:
-    """Objection to user functions that a module calls: hooks, patched methods, closures.
+    """Objection if a module calls user functions: hooks, patched methods or closures.
 
-    Compiled code reaches their closures through the module, and freezing makes constants of
-    everything it reads from modules.
+    Compiled code reaches the closures of user functions through the module, and freezing turns
+    everything it reads from modules into constants.
     """
     model = workload.untouched
     modules = model.modules() if isinstance(model, nn.Module) else ()
@@ -127,7 +129,7 @@ def _has_state(value: object) -> bool:
 
 
 def off_device(workload: Workload) -> Objection:
-    """Objection to input tensors on another device than the workload's, such as host scalars."""
+    """Objection if an input tensor, such as a host scalar, is not on the workload's device."""
     found = {t.device for t in tensors_of((workload.inputs, dict(workload.kwargs)))}
     others = sorted(map(str, found - {workload.device}))
     reason = f"an input is on {', '.join(others)}: replays would keep its recorded value"
@@ -135,7 +137,7 @@ def off_device(workload: Workload) -> Objection:
 
 
 def capability_below(facts: DeviceFacts, needed: tuple[int, int], what: str) -> Objection:
-    """Objection if the compute capability is known and below `needed`."""
+    """Objection if the GPU's compute capability is known and below `needed`."""
     found = facts.compute_capability
     if facts.device != "cuda" or found is None:
         return False, ""
@@ -175,7 +177,7 @@ def may_attend(workload: Workload) -> bool:
 def may_mask(workload: Workload) -> bool:
     """Whether the model passes its own masks to PyTorch's attention, judged by its source code.
 
-    PyTorch's own layers create no mask that a fused implementation rejects.
+    PyTorch's own layers do not count, because fused attention kernels accept all their masks.
     """
     module = workload.module
     return module is not None and any(_masks(m) for m in module.modules())

@@ -1,1 +1,1 @@
-"""Search and choice. Each candidate runs in its own worker process."""
+"""Searches for the fastest candidate; each candidate runs in its own worker process."""

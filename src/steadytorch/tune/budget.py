@@ -76,7 +76,7 @@ class Budget:
         return self._now() - self._start
 
     def remaining(self) -> float:
-        """Seconds left, granted overtime included; negative once they are exceeded."""
+        """Seconds left, including granted overtime; negative once the budget is exceeded."""
         return self.seconds + self.overtime_s - self.spent()
 
     def may_add_s(self) -> float:
@@ -84,11 +84,11 @@ class Budget:
         return OVERTIME * self.seconds - self.overtime_s
 
     def confirmation_s(self) -> float:
-        """Seconds for the minimum number of fresh pairs of winner and untouched workload."""
+        """Seconds to time the minimum number of fresh pairs of winner and untouched workload."""
         return LOOKS[0] * self._pair_s()
 
     def require_confirmation(self) -> None:
-        """Checks that the minimum number of fresh pairs fits into the budget.
+        """Checks that the time left suffices to confirm a winner.
 
         Raises:
             UsageError: the time left is too short.
@@ -102,9 +102,10 @@ class Budget:
             )
 
     def looks(self) -> tuple[int, ...]:
-        """The planned looks at fresh pairs that fit into the time left; always the first.
+        """Numbers of fresh pairs at which to look for a verdict, as far as the time left allows.
 
-        Overtime that could be granted counts: only a comparison that is undecided takes it.
+        The first look is always included. Overtime that could still be granted counts as time left,
+        because only an undecided comparison takes overtime.
         """
         pairs = (self.remaining() + self.may_add_s()) / self._pair_s()
         return LOOKS[:1] + tuple(look for look in LOOKS[1:] if look <= pairs)
@@ -112,9 +113,9 @@ class Budget:
     def reserve_s(self) -> float:
         """Seconds to reserve for the final race and the confirmation.
 
-        The race is costed at the fastest candidate's time, since only near ties enter it, with one
-        more of them. Before any candidate has been timed, it reserves nothing, so that long
-        compilations can start.
+        The estimate assumes one more finalist than now, each as slow as the fastest candidate,
+        since only near ties enter the race. Before any candidate has been timed, no time is
+        reserved for the race, so that long compilations can start.
         """
         race_s = 0.0
         if self.fastest_ns is not None:
@@ -126,7 +127,7 @@ class Budget:
         return min(needed_s, CLAIM * self.seconds)
 
     def _fast(self) -> BlockShape:
-        """A block of the fastest candidate; of the untouched workload until one has been timed."""
+        """Block shape of the fastest candidate; before any is timed, of the untouched workload."""
         iteration_ns = self.fastest_ns or self.shape.iteration_ns
         return msgspec.structs.replace(self.shape, iteration_ns=iteration_ns)
 
@@ -134,16 +135,16 @@ class Budget:
         return self.shape.expected_s + self._fast().expected_s
 
     def screening_s(self, iterations_ns: Iterable[float]) -> float:
-        """Seconds to screen arms with these iteration times in ns."""
+        """Seconds to screen candidates, given their iteration times in ns."""
         shapes = [msgspec.structs.replace(self.shape, iteration_ns=ns) for ns in iterations_ns]
         return SCREEN_BLOCKS * sum(shape.expected_s for shape in shapes)
 
     def left_to_explore(self) -> float:
-        """Seconds left after the reserve."""
+        """Seconds left for exploring, after the reserve for final race and confirmation."""
         return self.remaining() - self.reserve_s()
 
     def left_without_race(self) -> float:
-        """Seconds left if a winner is confirmed without a final race."""
+        """Seconds left for exploring if a winner is confirmed without a final race."""
         # Below `LONG_NS`, blocks discard iterations, so that a faster winner may take longer.
         longest_ns = min(self._fast().iteration_ns, LONG_NS - 1)
         longest = msgspec.structs.replace(self.shape, iteration_ns=longest_ns)
@@ -153,9 +154,9 @@ class Budget:
     def expected_setup_s(self, candidate: Candidate, trials: Iterable[LiveTrial]) -> float:
         """Expected seconds to start, set up and screen a candidate.
 
-        If candidates with the same `compiler_options` were set up, expects the longest of their
-        times. Scales the first guess for other compilations by the worst ratio of actual to guessed
-        time so far.
+        If candidates with the same `compiler_options` were set up before, expects their longest
+        set-up time. For other compilations, scales the first guess by the largest ratio of actual
+        to guessed time so far.
         """
         set_up = [(compiler_options(t.candidate), t.set_up.setup_s) for t in trials if t.set_up]
         compiled = compiler_options(candidate)
@@ -176,7 +177,7 @@ class Budget:
         return start_s + max(factors, default=1.0) * self._guess_s(compiled)
 
     def left_to_set_up_s(self, expected_s: float, elapsed_s: float) -> float:
-        """Expected seconds until a set-up is done that has taken `elapsed_s` so far."""
+        """Expected seconds until the end of a set-up that has taken `elapsed_s` so far."""
         return max(expected_s - elapsed_s, _UNDERESTIMATED * elapsed_s)
 
     def _guess_s(self, compiled: list[TransformSpec]) -> float:
@@ -184,7 +185,7 @@ class Budget:
         return self._compile_s * (_AUTOTUNE if heavy else 1.0)
 
     def deadline_s(self, candidates: Iterable[Candidate], trials: Iterable[LiveTrial]) -> float:
-        """Seconds that any stage of these candidates may take before it times out."""
+        """Timeout in seconds for each set-up stage of these candidates."""
         known = list(trials)
         expected_s = max((self.expected_setup_s(c, known) for c in candidates), default=0.0)
         return max(20.0, min(self.left_to_explore(), PATIENCE * expected_s))
@@ -193,7 +194,8 @@ class Budget:
 def compiler_options(candidate: Candidate) -> list[TransformSpec]:
     """The parts of a candidate that decide its set-up time; empty if nothing is compiled.
 
-    These are its `compile` transform, and the converted model if it runs on another engine.
+    The parts are the candidate's `compile` transform and, on an engine other than PyTorch, the
+    converted model.
     """
     converted = [TransformSpec(name) for name in transforms.artefacts(candidate)]
     return converted + [spec for spec in candidate if spec.name == "compile"]

@@ -1,4 +1,4 @@
-"""Building a plan's bundle: a worker sets the plan up again and keeps its compiled code."""
+"""Builds a plan's bundle: a worker sets the plan up again and stores its compiled code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def keep_bundle(plan: Plan, workload: Workload, device: str) -> str | None:
 
 
 def _contents(workload: Workload) -> tuple[str | None, str]:
-    """The digest that identifies a package, or None and the reason why there is none."""
+    """The model digest that identifies a package, or None and the reason why it has no digest."""
     if workload.module is None:
         return None, "its model is a plain callable"
     try:
@@ -100,7 +100,7 @@ def build(plan: Plan, workload: Workload, device: str, held: str | None) -> str:
 def run_in_worker(
     plan: Plan, device: str, directory: Path, cache: Path, method: str, **arguments: Any
 ) -> Any:
-    """Runs a set-up method for the plan in a fresh worker process."""
+    """Runs a worker method, such as `set_up`, for the plan in a fresh process."""
     # Temporary files of a crashed worker are deleted with the directory.
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(directory)}
     share_headers(directory)
@@ -116,8 +116,8 @@ def run_in_worker(
 def share_headers(directory: Path) -> None:
     """Links Inductor's precompiled C++ headers into a worker's temporary folder.
 
-    Inductor keeps them in the default folder, shared by all processes of a user. Without the link
-    the worker compiles each header again, in about 4 s.
+    Inductor keeps precompiled headers in a default folder that all processes of a user share.
+    Without the link, the worker compiles each header again, in about 4 s.
     """
     with suppress(ImportError, OSError):  # Inductor then compiles them again
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir

@@ -1,4 +1,4 @@
-"""The trials of a search: which are alive, which lead, and which may be chosen."""
+"""The trials of a search: which can still be timed, which lead, and which may be chosen."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ far less often."""
 
 
 class CandidatePool:
-    """All trials of one search. Only one is timed at a time on each device.
+    """All trials of one search. Only one trial is timed at a time on each device.
 
-    Candidates are timed side by side with the untouched workload of their own device. To rank
-    candidates of several devices, times of a further device are scaled by the ratio of its
-    untouched workload to that of the first device. No claim rests on this ranking.
+    Blocks of candidates are interleaved with blocks of the untouched workload on the same device.
+    To rank candidates across devices, their times are scaled by the untouched workload's time on
+    the first device over that on their own device. The reported speedup does not depend on the
+    ranking across devices.
 
     Args:
         options: the user's options.
@@ -78,10 +79,10 @@ class CandidatePool:
         self.trials = [t for t in self.trials if t.candidate not in again] + fresh
 
     def screen(self, fresh: list[LiveTrial]) -> None:
-        """Times interleaved blocks of new trials, leaders and baseline, and closes the losers.
+        """Times interleaved blocks of new trials, leaders and baseline, and closes losing trials.
 
-        Devices are timed at the same time, each with arms of its own. A device's screening ends
-        early once all its new trials are out of the race.
+        All devices are timed in parallel, each with its own trials and untouched workload. A
+        device's screening ends early once each new trial is clearly slower than a known one.
         """
         with self._beside:
             self._take_blocks(
@@ -121,9 +122,10 @@ class CandidatePool:
             yield from (trial for trial in rng.sample(arms, len(arms)) if trial.ok)
 
     def _are_out(self, new: list[LiveTrial], known: list[LiveTrial], taken: int) -> bool:
-        """Whether every block of each new trial took longer than all of a known one, by `NEAR`.
+        """Whether each new trial's fastest block exceeds a known trial's slowest by factor `NEAR`.
 
-        False if the 99th percentile decides, because only one sample of each block then counts.
+        False if the objective is the 99th percentile, because only one sample of each block then
+        counts.
         """
         if self._options.of_tail:
             return False
@@ -135,7 +137,7 @@ class CandidatePool:
         return all(min(latest(trial)) > NEAR * least_ns for trial in new if trial.ok)
 
     def _take_blocks(self, orders: dict[str, Iterator[LiveTrial]]) -> None:
-        """Times one block after another on each device, all devices at the same time."""
+        """Times one block after another on each device, with all devices in parallel."""
         deadline_s = block_deadline_s(self._budget.shape)
         running: dict[str, LiveTrial] = {}
         while True:
@@ -158,7 +160,7 @@ class CandidatePool:
                 self._watcher.tick()
 
     def _finished(self, trial: LiveTrial, deadline_s: float) -> bool:
-        """Takes the samples of a block; False if its device can no longer be used.
+        """Collects the samples of a timed block; False if the device can no longer be used.
 
         Raises:
             UsageError: the untouched workload's worker died.
@@ -174,7 +176,7 @@ class CandidatePool:
         return True
 
     def _lose(self, device: str, why: str) -> None:
-        """Forgets a device and its live trials, which are set up elsewhere."""
+        """Drops a failed device; its live trials are set up again on other devices."""
         del self.further[device]
         for trial in (lost := [t for t in self.alive() if t.device == device]):
             trial.worker.kill()
@@ -182,7 +184,7 @@ class CandidatePool:
         self._leave_out(device, why, lost)
 
     def screened_ns(self, trial: LiveTrial) -> float:
-        """Median of a trial's block medians in ns, scaled to the first device; inf without."""
+        """Median of a trial's block medians in ns, scaled to the first device; inf if untimed."""
         return trial.screened_ns * self._scale(trial)
 
     def _scale(self, trial: LiveTrial) -> float:
@@ -192,23 +194,23 @@ class CandidatePool:
         return self.baseline.screened_ns / untouched.screened_ns
 
     def away(self) -> list[LiveTrial]:
-        """Finalists that were timed on a further device."""
+        """Finalists that were timed on a device other than the first."""
         return [t for t in self.finalists() if t.device != self.baseline.device]
 
     def leave_further(self) -> None:
-        """Ends all workers on further devices; their trials can no longer be finalists."""
+        """Ends all workers on devices other than the first; their trials leave the final race."""
         first = self.baseline.device
         elsewhere = [trial for trial in self.alive() if trial.device != first]
         for trial in [*self.further.values(), *elsewhere]:
             trial.worker.close()
 
     def _moving_s(self) -> float:
-        """Expected seconds to set finalists of further devices up on the first one."""
+        """Expected seconds to set up the finalists of other devices on the first device."""
         moved = [trial.set_up.setup_s for trial in self.away() if trial.set_up]
         return START_S + max(moved) if moved else 0.0
 
     def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
-        """Seconds to screen these trials together with those alive; 0 if none is set up."""
+        """Seconds to screen new trials beside the trials still alive; 0 if no new one is set up."""
         # Warm-up times taken beside compilers may be many times too long.
         most_ns = self._budget.shape.iteration_ns
         needed_s = [0.0]  # by device, as devices are timed at the same time
@@ -260,7 +262,7 @@ class CandidatePool:
         return [trial for trial in self.trials if trial.ok]
 
     def allowed(self, trial: LiveTrial) -> bool:
-        """Whether the user allows its precision."""
+        """Whether the user allows the precision class of a trial."""
         return trial.precision in ALLOWED[self._options.precision]
 
     def ranked(self) -> list[LiveTrial]:
@@ -288,7 +290,7 @@ class CandidatePool:
         return finalists if far else [*finalists, self.baseline]
 
     def setup_s(self, trial: LiveTrial) -> float | None:
-        """Set-up time without a warm compiler cache: the longest with the same compiler options."""
+        """Set-up seconds with a cold compiler cache: the longest for the same compiler options."""
         if trial.set_up is None:
             return None
         options = compiler_options(trial.candidate)

@@ -1,8 +1,9 @@
-"""Proposing candidates: known strong combinations, then neighbours of the leaders.
+"""Proposes candidates: known strong combinations, then neighbours of the leaders.
 
 The order follows recorded searches (`benchmarks/results/rivals_h200_*`). Transforms that won
-wherever they applied come first (fused separable convolutions, patches as products), and those that
-never came close come last. Pure functions over names; the registry orders and excludes transforms.
+wherever they applied come first (fused separable convolutions, convolutions over patches as matrix
+products). Transforms that never came close come last. The transform registry orders the transforms
+of a candidate and excludes conflicts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def suggested_by(candidate: Candidate, findings: Sequence[Finding]) -> tuple[str
 def engine_prefix(
     available: Sequence[TransformSpec], precision: str, training: bool = False
 ) -> Candidate:
-    """Transforms under which cuDNN engines are chosen: dtype and layout decide which exist."""
+    """Transforms under which engines are chosen; dtype and layout decide which engines exist."""
     converts = "autocast" if training else "cast_weights"
     return transforms.order(
         [
@@ -94,7 +95,7 @@ class CandidateSource:
         self._findings = tuple(findings)
 
     def seeds(self) -> list[Candidate]:
-        """Known strong combinations, the most promising for the regime first."""
+        """Known strong combinations, the most promising for the workload's regime first."""
         return [candidate for candidate in self._combinations() if not self._is_weak(candidate)]
 
     def late(self) -> list[Candidate]:
@@ -102,7 +103,7 @@ class CandidateSource:
         return [candidate for candidate in self._combinations() if self._is_weak(candidate)]
 
     def lowered(self) -> Candidate:
-        """The transform that lowers the precision as far as allowed, alone; empty without one."""
+        """Candidate with just the transform that lowers precision as far as allowed, or empty."""
         lower = self._lower()
         return () if lower is None else (lower,)
 
@@ -113,12 +114,13 @@ class CandidateSource:
         return self._allowed([(*combination, ahead) for combination in [*found, ()]])
 
     def _is_weak(self, candidate: Candidate) -> bool:
-        """Whether it lacks a CUDA graph or a lower dtype that it could have.
+        """Whether a candidate lacks a CUDA graph or a lower dtype that it could have.
 
         In recorded searches for inference, one weak candidate came within 6 % of the best, and no
-        other within 15 %. In those for training (`rivals-train_*`), the best weak one was 38 %
-        behind. Compiled training code needs no graph: without one it was 4 % behind. There are no
-        records for other regimes, loaders, or models without a CUDA graph.
+        other weak candidate within 15 %. In recorded searches for training (`rivals-train_*`), the
+        best weak candidate was 38 % behind. Compiled training code without a CUDA graph is not
+        weak, as it was only 4 % behind. No candidate is weak where no searches are recorded: for
+        other regimes, loaders, and models without a CUDA graph.
         """
         training = self._workload.is_training
         graph = self._spec("step_graph", scope="step") if training else self._spec("cuda_graph")
@@ -186,9 +188,10 @@ class CandidateSource:
         return [*self._on_engines(), *front, *chosen, *first, *second, *alone, *rest]
 
     def _on_engines(self) -> list[tuple[TransformSpec, ...]]:
-        """The first variant of each engine beyond PyTorch, in the lowest class allowed.
+        """The first variant of each engine beyond PyTorch, in the lowest precision class allowed.
 
-        If that is int8, the next higher class follows, because int8 may be too coarse.
+        If the lowest class is int8, a variant in the next higher class follows, because int8 may be
+        too inaccurate.
         """
         allowed = sorted(
             ((spec,) for spec in self._available if precision_of((spec,)) in self._classes),
@@ -202,7 +205,7 @@ class CandidateSource:
         return list(found.values())
 
     def _of_training(self) -> list[tuple[TransformSpec | None, ...]]:
-        """Whole steps as one graph first, over compiled code and without a compiler."""
+        """Combinations for training; those that record the whole step as one graph come first."""
         graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
         compiled = self._spec("compile", mode="default", freezing=False)
@@ -223,7 +226,7 @@ class CandidateSource:
         ]
 
     def _update(self) -> TransformSpec | None:
-        """The optimizer's fastest step as a rule: fused, its groups merged where some are equal."""
+        """The usually fastest optimizer step: fused, with equal parameter groups merged."""
         for implementation in ("fused", "foreach"):
             for merge in (True, False):
                 found = self._spec("optimizer", implementation=implementation, merge=merge)
@@ -252,9 +255,10 @@ class CandidateSource:
     def beyond(self, candidate: Candidate) -> list[Candidate]:
         """Variants of the leader in precision classes that the user did not allow.
 
-        In 16 bits, one for PyTorch and one for each engine; none if a 16-bit type is allowed. bf16
-        and fp16 are about as fast, and a compilation takes up to a minute. Without int8, which is
-        quantised and calibrated.
+        If no 16-bit dtype is allowed, there is one 16-bit variant for PyTorch and one for each
+        engine. One 16-bit dtype suffices because bf16 and fp16 are about equally fast, and a
+        compilation takes up to a minute. Candidates in int8 are left out, because int8 needs
+        quantisation and calibration.
         """
         found: list[Iterable[TransformSpec]] = []
         in_16_bits = None if _HALF & self._classes else set[tuple[str, ...]]()

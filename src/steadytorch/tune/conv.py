@@ -1,4 +1,4 @@
-"""Choosing cuDNN engines for a workload's convolutions in a worker, before candidates are timed."""
+"""Chooses cuDNN engines for a workload's convolutions in a worker, before candidates are timed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GRACE = 0.1
 
 
 class FoundProblems(NamedTuple):
-    """The convolutions of a workload, in order, each with the names of its layers.
+    """The distinct convolutions of a workload, in order, each with the names of its layers.
 
     Attributes:
         problems: those that engines can run.
@@ -61,7 +61,7 @@ class ConvHandler(WorkloadHandler):
     def choose(
         self, prefix: list[Any], seconds: float, options: dict[str, Any], incumbent: dict[str, str]
     ) -> dict[str, Any]:
-        """Chooses an engine for each convolution under `prefix`; returns a `ConvReport`."""
+        """Chooses an engine per convolution under the transforms `prefix`; returns `ConvReport`."""
         from steadytorch.conv.frontend import version
 
         start = time.perf_counter()
@@ -99,7 +99,7 @@ class ConvHandler(WorkloadHandler):
 def incumbents(
     options_of: Mapping[ConvProblem, ChoiceOptions], given: Mapping[str, str]
 ) -> dict[str, Choice]:
-    """Earlier choices for these problems, by key, that the options still allow."""
+    """Earlier engine choices that the options still allow, by key of the convolution problem."""
     found: dict[str, Choice] = {}
     for problem, options in options_of.items():
         if problem.key in given:
@@ -111,14 +111,14 @@ def incumbents(
 
 
 def keys_beyond_fp16(workload: Workload, prefix: Sequence[TransformSpec]) -> set[str]:
-    """Keys of problems whose values on the workload's inputs come too close to fp16's range."""
+    """Keys of convolutions whose values on the workload's inputs come too near fp16's limits."""
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         model = rewritten_model(applied)
         return beyond_fp16(model, lambda: model(*applied.inputs, **applied.kwargs))
 
 
 def problems_in(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
-    """The convolutions of a workload."""
+    """The convolutions of an inference workload under the transforms `prefix`."""
     problems: dict[ConvProblem, list[str]] = {}
     with applied_in_order([transforms.create(spec) for spec in prefix], workload) as applied:
         model = rewritten_model(applied)
@@ -129,7 +129,7 @@ def problems_in(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundPro
 
 
 def problems_in_training(workload: Workload, prefix: Sequence[TransformSpec]) -> FoundProblems:
-    """The convolutions of a training step with their gradients, recorded in one forward pass."""
+    """The convolutions and gradients of a training step, recorded in one forward pass."""
     recorder = ProblemRecorder()
     # Training transforms wrap the model, so engines go inside all of them.
     inner = workload.with_model(engined_model(workload.model, recorder))
@@ -139,7 +139,7 @@ def problems_in_training(workload: Workload, prefix: Sequence[TransformSpec]) ->
 
 
 def machine_rates(problem: ConvProblem | None, device: str) -> tuple[float, float]:
-    """Measured operations and bytes per second of this machine."""
+    """Measured rates of the device: matrix operations per second and bytes per second."""
     dtype = torch.float32 if problem is None else DTYPES[problem.number]
     return matrix_rate(device, dtype), copy_bandwidth(device)
 
@@ -228,7 +228,7 @@ def choose_and_keep(
     device: str = "cuda",
     **asked: Any,
 ) -> ConvReport:
-    """Chooses engines starting from those stored for this device, and stores the result.
+    """Chooses engines starting from engines stored for this device, and stores the result.
 
     Args:
         workload: the untouched workload; not run in this process.

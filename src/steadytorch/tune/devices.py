@@ -33,7 +33,7 @@ class Devices(NamedTuple):
 
 
 def uuid_of(device: str) -> str:
-    """UUID of a GPU, by which other processes know it; empty for a CPU.
+    """UUID of a GPU, which is the same in all processes; empty for a CPU.
 
     Args:
         device: a torch device string.
@@ -52,7 +52,7 @@ def choose_devices(
     others: Callable[[int], int | None] = other_gpu_processes,
     resolve: Callable[[str], str] = resolve_device,
 ) -> Devices:
-    """Checks the devices that a search is to share.
+    """Validates the devices requested for a search, or selects all idle GPUs of one kind.
 
     Args:
         request: names, in a sequence or separated by commas, or `all` for every idle GPU of the
@@ -103,10 +103,10 @@ def devices_of_ranks(
     facts: Callable[[str], DeviceFacts] = load_facts,
     uuid: Callable[[str], str] = uuid_of,
 ) -> Devices:
-    """The GPUs of ranks that wait for this process's search, as far as it sees them.
+    """This process's GPU, and the visible GPUs of ranks that wait for this process's search.
 
-    A GPU of another machine, or one hidden by `CUDA_VISIBLE_DEVICES`, cannot help. Nor can one of
-    another kind. The ranks' own processes keep memory on these GPUs, and are idle meanwhile.
+    GPUs of another machine, of another kind, or hidden by `CUDA_VISIBLE_DEVICES` are left out. The
+    processes of other ranks keep memory on their GPUs, and are idle during the search.
 
     Args:
         own: the GPU of this process.

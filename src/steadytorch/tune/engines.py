@@ -1,4 +1,4 @@
-"""`steady.conv`: cuDNN engines for one workload, without a plan search."""
+"""Implements `steady.conv`: chooses cuDNN engines for one workload without a plan search."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def conv(
 ) -> ConvReport:
     """Measures every cuDNN engine for each convolution of a workload and chooses one.
 
-    An engine stored earlier for this kind of device stays unless another is clearly faster. The
-    choices are stored in the plan store.
+    An engine stored earlier for the same kind of device stays unless another engine is clearly
+    faster. The choices are stored in the plan store.
 
     Args:
         workload: the workload or its `(model, inputs)`; not run in this process. For training,

@@ -1,4 +1,4 @@
-"""Compiling the native code for served calls within the budget of a search on a CPU."""
+"""Compiles the native code that runs served calls, within the budget of a search on a CPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ LONG_S, RESERVE_S = 180.0, 30.0
 
 
 def reserve_s(device: str, budget_s: float) -> float:
-    """Seconds of the budget to reserve; 0 if the code exists or cannot be compiled here.
+    """Seconds of the search budget to reserve for compiling native code.
 
-    Searches on GPUs compile it in the background, so they reserve nothing. On a CPU, set-up and
-    timing use every core.
+    The reserve is 0 if the native code exists or cannot be compiled, or if the budget is below
+    `LONG_S`. Searches on GPUs reserve nothing, because they compile native code in the background.
+    On a CPU, set-up and timing use every core.
     """
     on_cpu = torch.device(device).type == "cpu"
     return RESERVE_S if on_cpu and budget_s >= LONG_S and host.is_missing() else 0.0
 
 
 def compile_now(seconds: float, watcher: ProgressListener) -> None:
-    """Compiles the code for every later process, for at most `seconds`.
+    """Compiles and caches the native code for all later processes, for at most `seconds`.
 
     Raises:
         KeyboardInterrupt: interrupted by the user; the compiler has ended.

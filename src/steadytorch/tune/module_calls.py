@@ -1,4 +1,4 @@
-"""Watches which modules of a pipeline a call spends its time in, and with which inputs."""
+"""Measures how much of a pipeline call each module takes, and records the module's inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModuleCalls:
 
 
 def places_of(pipe: Any) -> dict[int, list[Place]]:
-    """Every place of every module that a pipeline holds in its attributes, by `id` of the module.
+    """Every place where a pipeline keeps each of its modules, by `id` of the module.
 
     Args:
         pipe: an object with modules as attributes, or a dictionary of modules.
@@ -76,11 +76,11 @@ def places_of(pipe: Any) -> dict[int, list[Place]]:
 
 @dataclass
 class Observer:
-    """Hooks on the modules of a pipeline, for one call of it.
+    """Times the modules of a pipeline with hooks, for one call of the pipeline.
 
-    If module calls are nested, only the outermost one counts, such as `unet`. If a plain method
-    such as `vae.decode` calls `vae.decoder`, the call counts for the decoder: hooks of `vae` only
-    run when `vae` itself is called.
+    If module calls are nested, only the outermost call counts, such as that of `unet`. If a plain
+    method such as `vae.decode` calls `vae.decoder`, the call counts for the decoder. Hooks of `vae`
+    run only when `vae` itself is called.
 
     Args:
         pipe: the pipeline.
@@ -96,12 +96,12 @@ class Observer:
 
     @property
     def calls(self) -> list[ModuleCalls]:
-        """The calls seen, most time first."""
+        """The module calls observed, those with the most time first."""
         return sorted(self._found.values(), key=lambda each: -each.seconds)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the calls within the block; the hooks are removed at its end."""
+        """Times module calls within the `with` block; the hooks are removed at its end."""
         places = places_of(self.pipe)
         modules = {
             id(each): each
@@ -159,7 +159,7 @@ class Observer:
 
 
 def _now() -> float:
-    """Seconds, after all work that the GPU was given."""
+    """Current time in seconds, read after all queued GPU work is done."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

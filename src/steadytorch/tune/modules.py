@@ -1,4 +1,4 @@
-"""Tunes the modules of a pipeline one by one, and verifies the whole call."""
+"""Tunes the modules of a pipeline one by one, and verifies the whole pipeline call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TunedPart:
 
 @dataclass(frozen=True)
 class TunedPipeline:
-    """A pipeline with plans in place of its modules, and what they gain.
+    """A pipeline whose modules are served by plans, and the measured gain.
 
     Attributes:
         parts: the modules that were called, most time first.
@@ -115,16 +115,16 @@ def tune_modules(
     seed: int = 0,
     bundle: bool = False,
 ) -> TunedPipeline:
-    """Tunes the modules that a call of a pipeline spends its time in, and applies their plans.
+    """Tunes the modules in which a pipeline call spends its time, and applies their plans.
 
-    For pipelines like those of Diffusers: objects with modules as attributes. `call` runs twice in
-    this process without plans: once for its outputs, once watched. Each module with a share of the
-    time is then tuned as by `tune`, for the inputs that took most of its time. The plans replace
-    the modules in the pipeline's attributes.
+    Suits pipelines like those of Diffusers: objects with modules as attributes. `call` runs twice
+    in this process without plans: once for its outputs, once to time the modules. Each module that
+    takes at least `least_share` of the time is then tuned by `tune`, for the inputs that took most
+    of its time. Tuned modules replace the originals in the pipeline's attributes.
 
-    At the end the outputs of `call` with plans are compared with those without, under the same
-    random numbers, and both are timed in pairs. If the outputs differ beyond the precision class,
-    or the call is slower, everything is put back.
+    At the end, the outputs of `call` with and without plans are compared under the same random
+    numbers, and both calls are timed in pairs. If the outputs differ more than the precision class
+    allows, or the call with plans is slower, the original modules are put back.
 
     Args:
         pipe: the pipeline, or a dictionary of modules; not an `nn.Module`.
@@ -205,7 +205,7 @@ def _check(pipe: Any, call: Any, mode: str) -> None:
 def _chosen(
     observer: Observer, least_share: float
 ) -> tuple[list[ModuleCalls], tuple[TunedPart, ...]]:
-    """Modules worth tuning, each with the inputs that took most time, and the rest."""
+    """Modules worth tuning, each with the inputs that took most time; and all other modules."""
     chosen: list[ModuleCalls] = []
     left: list[TunedPart] = []
     for each in observer.calls:

@@ -1,4 +1,4 @@
-"""Benchmark mode at run time: serve stored plans per input shape, or search on first sight."""
+"""Serves a stored plan for each input signature at run time, or searches for missing plans."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def optimize(
     agree: bool = True,
     group: Any = None,
 ) -> TunedModule:
-    """Returns a module that serves `model` with tuned plans: benchmark mode for a whole model.
+    """Returns a module that runs `model` with a tuned plan for each input signature.
 
     Each input signature is looked up once, in memory and then in the store. Signatures without a
-    plan run untouched; in mode `tune` a plan is searched first. The environment variable
-    `STEADYTORCH_MODE=off` leaves everything untouched.
+    plan run untouched; in mode `tune`, a search for a plan runs first. With the environment
+    variable `STEADYTORCH_MODE=off`, every call runs the untouched model.
 
     Args:
         model: the untouched model, on its device, in evaluation mode. A callable that is not an
@@ -192,7 +192,7 @@ class PlanSource:
         self._model: _Described | None = None
 
     def __call__(self, context: CallContext) -> Resolution:
-        """What serves these inputs.
+        """Decides whether a plan or the untouched model serves these inputs.
 
         Raises:
             KeyboardInterrupt: a search was interrupted; its workers are gone.
@@ -229,7 +229,7 @@ class PlanSource:
         return Resolution(None, NO_PLAN, reason)
 
     def _together(self, session: Session, ranks: Ranks, objection: str | None) -> Resolution:
-        """The plan that all ranks serve for these inputs."""
+        """The plan that all ranks agree to serve for these inputs."""
         if self._absence is not None:
             return Resolution(None, self._absence)
         plan = None if objection else session.look_up(explained=False)[0]
@@ -329,7 +329,7 @@ class PlanSource:
 
 
 class _Described:
-    """Cached parts of a key that depend on the model and the machine; they take milliseconds.
+    """Parts of a plan's key that take milliseconds to compute, cached per model and device.
 
     Attributes:
         device: the model's device.
@@ -348,7 +348,7 @@ class _Described:
         self.objection = objection(workload)
 
     def is_outdated(self, workload: Workload) -> bool:
-        """Whether the model or its device has changed since."""
+        """Whether the model or its device has changed since the parts were cached."""
         return self._device != workload.device or self._weights.changed()
 
 

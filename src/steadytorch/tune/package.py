@@ -1,9 +1,10 @@
-"""Building a plan's package in a worker, in place of the candidate's `compile`.
+"""Builds a plan's AOTInductor package in a worker, in place of the candidate's `compile`.
 
-The package is built at the compiled function's first call, inside the whole candidate: its flags
-are set, inputs are converted, and CUDA graphs are recorded afterwards. Its outputs must match those
-of `torch.compile`. The rest of the call then runs on the package. Another worker loads the package
-as production would, so that a package that crashes a fresh process is discarded.
+The package is built at the compiled function's first call, while the other transforms of the
+candidate are applied. Flags are set and inputs converted before packaging; CUDA graphs are recorded
+after packaging. The package's outputs must match those of `torch.compile`. A package with matching
+outputs runs the first and all later calls. Another worker loads the package as production would, so
+that a package that crashes a fresh process is discarded.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class PackagingHandler(WorkloadHandler):
         return disagreement(found, expected, limit) or ""
 
     def _let_go(self) -> None:
-        """Frees the package, since workers exit without deleting the files PyTorch unpacked."""
+        """Frees the package, since a worker's exit does not delete files that PyTorch unpacked."""
         self.close()
         self._context = None
         del self.model, self.step
@@ -109,7 +110,7 @@ class PackagingHandler(WorkloadHandler):
 
 
 class Packager:
-    """A source that compiles, builds a package of the same model, and continues with the package.
+    """A `prebuilt` source that compiles the model, builds its package and then runs the package.
 
     Args:
         file: where to write the package.
@@ -125,7 +126,7 @@ class Packager:
         self.outcome = PackagingResult(None, NEVER_ASKED)
 
     def __call__(self, task: Task) -> Call:
-        """A callable for the task that compiles and builds the package at its first call."""
+        """Returns a callable that compiles the model and builds the package at its first call."""
         chosen: list[Call] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ def _weight_bytes(model: Any) -> int:
 
 
 def _looked_at(workload: Workload, device: torch.device, call: Callable[[], Any]) -> dict[str, str]:
-    """The source files of the code that a call runs.
+    """Digests of the source files of the code that a call runs, by module name.
 
     Raises:
         UnsupportedError: the call changes state or draws random numbers; a package would not.
@@ -211,7 +212,7 @@ def _unfit() -> Call:
 
 @contextmanager
 def _cache_beside(file: Path) -> Iterator[None]:
-    """Moves the compiler's cache beside the package, so that its files do not enter the bundle."""
+    """Moves Inductor's cache beside the package, so that cache files do not enter the bundle."""
     before = os.environ.get(_CACHE)
     os.environ[_CACHE] = f"{file}.cache"
     try:

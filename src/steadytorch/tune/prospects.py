@@ -1,4 +1,4 @@
-"""The gain that a search may still expect, from the candidates it has timed."""
+"""Predicts the gain of candidates that were not timed, from the times of timed candidates."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _DRAWS = 512
 class Prospects:
     """Estimates the gain of candidates that were not timed.
 
-    Models the logarithm of a candidate's time as a Gaussian process: the sum of the effects of its
-    transforms and their parameters, plus an interaction that similar candidates share. Conditioning
-    on the timed candidates predicts the others. Source: "Gaussian Processes for Machine Learning",
+    Models the log time of a candidate as a Gaussian process: the sum of effects of transforms and
+    parameters, plus an interaction that similar candidates share. Conditioning on the timed
+    candidates predicts the untimed ones. Source: "Gaussian Processes for Machine Learning",
     Rasmussen and Williams, section 2.2.
     """
 
@@ -57,7 +57,7 @@ class Prospects:
         self._in_vain = 0.0
 
     def note(self, candidate: Candidate, iteration_ns: float) -> None:
-        """Records the iteration time of a timed candidate in ns; the untouched workload's first."""
+        """Records a candidate's iteration time in ns; the untouched workload must be first."""
         time = math.log(iteration_ns)
         if self._seen and candidate not in self._seen:
             gained = min(self._seen.values()) - time >= ENOUGH
@@ -68,8 +68,8 @@ class Prospects:
     def expected_gain(self, candidates: Sequence[Candidate]) -> float:
         """Expected gain of the best of these candidates, as a share of the leader's time.
 
-        Discounted by the gains that were expected but did not come since a candidate last beat the
-        leader by `ENOUGH`.
+        The gain is discounted by the gains expected in vain since a candidate last beat the leader
+        by `ENOUGH`.
         """
         if not candidates:
             return 0.0
@@ -81,7 +81,7 @@ class Prospects:
         return float(best.mean()) * math.exp(-self._in_vain / _IN_VAIN)
 
     def expected_gains(self, candidates: Sequence[Candidate]) -> np.ndarray:
-        """Expected gain of each of these candidates, (candidates,), to rank them; never shrunk."""
+        """Expected gain of each candidate, shape (candidates,), for ranking; not discounted."""
         if not candidates:
             return np.zeros(0)
         from scipy.special import ndtr
@@ -93,9 +93,10 @@ class Prospects:
         return ndtr(lead / deviation) - beyond
 
     def _lead(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and covariance of the logarithm of the leader's time over each candidate's.
+        """Mean and covariance of log(leader's time / candidate's time) over these candidates.
 
-        The covariance is for candidates that are faster than predicted.
+        The covariance is scaled by `_UPWARD` squared to fit candidates that are faster than
+        predicted.
         """
         known, untouched = list(self._seen), next(iter(self._seen.values()))
         times = np.fromiter(self._seen.values(), float) - untouched
@@ -107,7 +108,7 @@ class Prospects:
 
 
 def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Covariance of the logarithms of their times before any is timed, (candidates, candidates)."""
+    """Prior covariance of the logarithms of candidate times, shape (candidates, candidates)."""
     effects = [_effects(candidate) for candidate in candidates]
     deviations = {name: deviation for each in effects for name, deviation in each.items()}
     has = np.array([[name in each for name in deviations] for each in effects], dtype=float)
@@ -118,7 +119,7 @@ def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _effects(candidate: Candidate) -> dict[object, float]:
-    """The effects that a candidate has, with their standard deviations."""
+    """The effects of a candidate's transforms and parameters, with their standard deviations."""
     found: dict[object, float] = {}
     for spec in candidate:
         found[spec.name] = _BROAD if _changes_what_runs(spec) else _NARROW
@@ -128,7 +129,7 @@ def _effects(candidate: Candidate) -> dict[object, float]:
 
 
 def _of_engine(spec: TransformSpec) -> dict[object, float]:
-    """Effects that a transform shares with all engines; none if it is not an engine."""
+    """Effects that an engine transform shares with all engines; empty for other transforms."""
     found = transforms.create(spec)
     if not found.engine:
         return {}
@@ -137,6 +138,6 @@ def _of_engine(spec: TransformSpec) -> dict[object, float]:
 
 
 def _changes_what_runs(spec: TransformSpec) -> bool:
-    """Whether it compiles, records, converts to 16 bits or replaces the whole model."""
+    """Whether a transform compiles, records, converts to 16 bits or replaces the whole model."""
     found = transforms.create(spec)
     return found.compiles or found.records or found.engine or found.precision in ("bf16", "fp16")

@@ -64,7 +64,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     compiler: CompilerChoices = CompilerChoices()
 
     def evidence(self) -> Evidence:
-        """The result as stored in a plan, without samples.
+        """The search result as stored in a plan, without samples.
 
         Raises:
             ValueError: the search was interrupted.
@@ -85,7 +85,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def as_result(self, plan: PlanRecord | None, *, inputs: str, trains: bool) -> Searched:
-        """The result as `--json` writes it.
+        """The search result as `--json` writes it.
 
         Args:
             plan: the plan that was kept; None if the search was interrupted.
@@ -117,7 +117,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def speedup_of(judgement: Judgement) -> Speedup:
-    """Converts an effect on time into a ratio of times, which swaps the interval's ends."""
+    """Converts a relative effect on time into a speedup, which swaps the interval's ends."""
 
     def ratio(effect: float | None) -> float | None:
         return None if effect is None else 1.0 / (1.0 + effect)
@@ -144,7 +144,7 @@ def untouched_speedup(pairs: int) -> Speedup:
 
 
 def reference_text(reference: Reference | None) -> str:
-    """The precision of the reference, with its note if there is one."""
+    """The precision of the verification reference, with the reference's note if any."""
     if reference is None:
         return "none"
     return f"{reference.precision}; {reference.note}" if reference.note else reference.precision
@@ -153,7 +153,7 @@ def reference_text(reference: Reference | None) -> str:
 def break_even_calls(
     gain_ns: float, setup_s: float | None, baseline_setup_s: float | None
 ) -> int | None:
-    """Calls after which a longer set-up is paid back; None without a gain or if unknown."""
+    """Number of calls that pay back a longer set-up; None without a gain or a set-up time."""
     if gain_ns <= 0 or setup_s is None or baseline_setup_s is None:
         return None
     return max(0, round((setup_s - baseline_setup_s) / (gain_ns * 1e-9)))

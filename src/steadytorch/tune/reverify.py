@@ -1,8 +1,8 @@
-"""Checking that a stored plan is still correct and not slower here.
+"""Checks that a stored plan is still correct, and not slower on this machine.
 
 Each round starts fresh worker processes, verifies on new random inputs, and times the plan and the
-untouched workload block by block in random order. The claim is made over rounds, because processes
-of the same program differ by several percent.
+untouched workload block by block in random order. The claim about time compares rounds, because
+processes of the same program differ by several percent in speed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reverified(Shown, msgspec.Struct, frozen=True, kw_only=True):
 def rebuilt(plan: Plan) -> Workload:
     """Rebuilds the workload of a plan that was tuned for a bundled architecture, on the CPU.
 
-    Only bundled names are resolved, since the name in a plan is untrusted data.
+    Only names of bundled models are resolved, since the name in a plan is untrusted data.
 
     Raises:
         UsageError: the plan's name is not bundled, or its inputs cannot be created.
@@ -108,7 +108,7 @@ def reverify(
     """Verifies a plan's numerics again and times it against the untouched workload.
 
     The plan fails if a search would reject it, or if it is slower by more than `measure.race.TIE`
-    with 99 % confidence. Nothing is stored or removed.
+    with 99 % confidence. The plan store is not changed.
 
     Args:
         plan: the plan to check.
@@ -166,7 +166,7 @@ def _options_of(plan: Plan, seed: int) -> SearchOptions:
 
 
 def _no_candidate(plan: Plan, workload: Workload) -> str | None:
-    """Why no search could have chosen the plan's candidate, or None; plans are untrusted."""
+    """Why no search could have chosen the candidate of an untrusted plan; None if one could."""
     try:
         reason = transforms.conflict(plan.candidate, workload)
         precision = precision_of(plan.candidate)
@@ -196,7 +196,7 @@ class _Round(NamedTuple):
 def in_rounds(
     plan: Plan, prepared: Callable[[int], SetupScheduler], processes: int, options: SearchOptions
 ) -> Reverified:
-    """Runs rounds until one fails or all are done.
+    """Runs rounds of verification and timing until one fails or all are done.
 
     Args:
         plan: the plan to check.

@@ -1,9 +1,9 @@
 """The search: baseline, candidates as they become ready, a final race, and a fresh confirmation.
 
-What takes longest and usually wins, a compilation, begins first, beside the untouched workload.
-Set-ups overlap. Timing never does: while one worker is timed, the others are paused. cuDNN engines
-are the exception: choosing them overlaps with set-ups, and the result is timed like any other
-candidate. The reported speedup comes from pairs taken after the winner was chosen.
+Compilations take longest and usually win, so they begin first, beside the untouched workload.
+Set-ups overlap, but while one worker is timed, all other workers are paused. As an exception, cuDNN
+engines are measured while set-ups run; the chosen engines are then timed like any other candidate.
+The reported speedup comes from pairs of blocks timed after the winner was chosen.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def compiling(slots: int, devices: int = 1) -> int:
 
 
 def _layers(workload: Workload) -> int:
-    """Number of the model's innermost modules; 0 for a plain callable."""
+    """Number of the model's leaf modules; 0 for a plain callable."""
     modules = [] if workload.module is None else list(workload.module.modules())
     return sum(not module._modules for module in modules)
 
@@ -143,7 +143,7 @@ class Search:
         self._lowered: Candidate = ()
 
     def run(self) -> TuneResult:
-        """Searches until all candidates are tried or the budget is exhausted.
+        """Searches until no candidate is left, no gain is expected or the budget is exhausted.
 
         Raises:
             UsageError: the untouched workload fails, or the budget is too small to measure it.
@@ -164,7 +164,7 @@ class Search:
     # -- phases ---------------------------------------------------------------------------------
 
     def _begin_compiling(self) -> None:
-        """Begins the compilations that usually win, before anything else."""
+        """Begins compiling the candidates that usually win, before the baseline is measured."""
         source = self._source()
         slow = self._affordable(filter(compiles, source.seeds()))
         early = slow[: max(1, self._slots // 4)]
@@ -221,7 +221,7 @@ class Search:
             self._not_tried[describe(candidate)] = STOPPED if hopeless else EXHAUSTED
 
     def _strong(self, source: CandidateSource) -> list[Candidate]:
-        """Known strong combinations that were not tried, and variations of a settled leader."""
+        """Untried strong combinations, and variations of a leader that will hardly be replaced."""
         left = [candidate for candidate in source.seeds() if not self._pool.known(candidate)]
         leader = self._pool.leader().candidate
         # Fill spare slots with neighbours of a leader that will hardly be replaced: screening them
@@ -244,9 +244,9 @@ class Search:
         return True
 
     def _settle_precision(self) -> None:
-        """Drops transforms that lower the precision too far for this model, tried alone.
+        """Tries precision-lowering transforms alone, and drops those too inaccurate for the model.
 
-        All candidates with such a transform would fail alike: half precision overflows or
+        Every candidate with a dropped transform would fail too: half precision overflows or
         underflows in some models.
         """
         while lowered := self._source().lowered():
@@ -273,7 +273,7 @@ class Search:
         return CandidateSource(known, self._workload, precision, regime, findings)
 
     def _begin(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Begins those of these candidates that fit into the time left; returns them."""
+        """Begins the set-up of candidates that fit into the time left, and returns those."""
         taken = self._affordable(candidates)
         deadline_s = self._budget.deadline_s(taken, self._pool.trials)
         self._scheduler.begin(taken, self._slots, deadline_s)
@@ -311,9 +311,10 @@ class Search:
             self._round(taken)
 
     def _by_promise(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Candidates by expected gain per second of set-up; ties stay in order.
+        """Sorts candidates by expected gain per second of set-up; ties keep their order.
 
-        Without those expected to gain too little, once compiled code was timed or an engine leads.
+        Once compiled code was timed or an engine leads, candidates with too little expected gain
+        are left out.
         """
         again = self._scheduler.retry
         left = [c for c in dict.fromkeys(candidates) if c in again or not self._pool.known(c)]
@@ -326,8 +327,8 @@ class Search:
     def _is_hopeless(self, proposed: Sequence[Candidate], owed: Sequence[Candidate]) -> bool:
         """Whether the candidates left, apart from `owed`, are expected to gain less than `ENOUGH`.
 
-        False while no compiled candidate was timed but one is left, unless an engine leads. Stores
-        the reason in `_ended`, empty if False.
+        False if a compiled candidate is still to come, none was timed and no engine leads. Stores
+        the reason for stopping in `_ended`; empty if False.
         """
         within_s = min(HORIZON_S, self._budget.left_to_explore())
         each_s = {
@@ -354,7 +355,7 @@ class Search:
         return True
 
     def _with_engines(self) -> tuple[TransformSpec, ...]:
-        """The available variants, with a cuDNN engine chosen for each convolution."""
+        """The available transforms, with a cuDNN engine chosen for each convolution."""
         choose = self._choose_engines
         others = tuple(spec for spec in self._available if spec.name != ENGINES)
         if choose is None or others == self._available:
@@ -375,9 +376,9 @@ class Search:
         return (*others, chosen)
 
     def _refined(self, source: CandidateSource) -> list[Candidate]:
-        """The leader with the fastest configuration of its fused stem, unless it has it already.
+        """The leader with the fastest configuration of its fused stem; empty if none is chosen.
 
-        Variations are set up meanwhile.
+        Variations of the leader are set up while stem configurations are timed.
         """
         leader = self._pool.leader().candidate
         needed_s = STEM_S + self._budget.expected_setup_s(leader, self._pool.trials)
@@ -395,12 +396,12 @@ class Search:
         return [with_stem_config(leader, config)] if config else []
 
     def _unpadded(self) -> list[Candidate]:
-        """The leader without padding, if the compiler padded matrix products of a candidate."""
+        """The leader without padding, if the compiler padded matrix products of any candidate."""
         leader = self._pool.leader().candidate
         return [unpadded(leader)] if compiles(leader) and self._pads() else []
 
     def _decide(self) -> None:
-        """Confirms the winner on fresh pairs; if it dies meanwhile, that of another race."""
+        """Confirms the winner on fresh pairs; if its worker dies, races the remaining finalists."""
         if self._pool.further:
             self._gather()
         while (chosen := self._raced()) is not self._pool.baseline:
@@ -423,9 +424,9 @@ class Search:
             self._watcher.phase(f"replays tune their kernels anew: {fault.reason}")
 
     def _gather(self) -> None:
-        """Sets the finalists of further devices up on the first one, where all are compared.
+        """Sets up finalists of further devices on the first device, where all finalists race.
 
-        Finalists that are not ready before the time for the confirmation are dropped.
+        Finalists that are not ready before the time reserved for the confirmation are dropped.
         """
         away = [trial.candidate for trial in self._pool.away()]
         self._pool.leave_further()
@@ -446,7 +447,7 @@ class Search:
         return True
 
     def _raced(self) -> LiveTrial:
-        """The winner of a race of the finalists, and of the untouched workload if it is near."""
+        """The winner of a race of the finalists and, if nearly as fast, the untouched workload."""
         arms = self._pool.racing()
         finalists = [trial for trial in arms if trial is not self._pool.baseline]
         if len(finalists) <= 1:
@@ -497,7 +498,7 @@ class Search:
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
-        """Takes more samples for a p99, or at least an interval, if that is cheap."""
+        """Takes more samples for a 99th percentile, or at least an interval, if that is cheap."""
         both = (self._pool.baseline, chosen)
         taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
         for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
@@ -514,7 +515,7 @@ class Search:
     # -- a round --------------------------------------------------------------------------------
 
     def _round(self, candidates: Sequence[Candidate]) -> None:
-        """Begins set-ups, waits for some of those under way, and screens them one at a time."""
+        """Begins set-ups, waits until some candidates are ready, and screens the ready ones."""
         deadline_s = self._budget.deadline_s(candidates, self._pool.trials)
         others = len(self._pool.alive()) + len(self._pool.further)
         fresh = self._scheduler.prepare(candidates, self._slots, deadline_s, others, self._is_due)
@@ -532,9 +533,10 @@ class Search:
                 self._prospects.note(trial.candidate, self._pool.screened_ns(trial))
 
     def _is_due(self) -> bool:
-        """Whether to stop waiting for set-ups, because others are ready or the time is up.
+        """Whether to stop waiting for set-ups, because candidates are ready or the time is up.
 
-        Screening pauses the set-ups, so it waits for those that will be ready in the meantime.
+        Screening pauses all set-ups, so screening waits for set-ups that would end within the time
+        it takes.
         """
         needed_s = self._pool.screening_s(self._scheduler.ready)
         soonest_s = self._soonest_s(self._scheduler.unfinished)
@@ -558,9 +560,9 @@ class Search:
         return self._budget.left_to_set_up_s(expected_s, self._scheduler.elapsed_s(trial))
 
     def _waits_longer(self, needed_s: float) -> bool:
-        """Whether the first compiled candidate is waited for in place of a final race.
+        """Whether to wait for the first compiled candidate, at the expense of a final race.
 
-        Grants overtime if it is about to be ready.
+        Grants overtime if the candidate is about to be ready.
         """
         rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         if not rivals or self._has_timed_compiled():
@@ -582,20 +584,20 @@ class Search:
         return any(compiles(trial.candidate) for trial in self._pool.ranked())
 
     def _go_beyond(self, doing: str, why: str) -> None:
-        """Grants the search the overtime that it may have."""
+        """Grants the search all overtime that is left."""
         more_s = self._budget.may_add_s()
         self._budget.overtime_s += more_s
         self._beyond = doing
         self._watcher.phase(f"up to {more_s:.0f} s beyond the budget: {why}")
 
     def _stops_confirming(self) -> bool:
-        """Grants overtime to a confirmation that needs it; False, as its looks are planned."""
+        """Grants overtime to a confirmation that needs it; always False, since looks are fixed."""
         if self._budget.remaining() < 0 < self._budget.may_add_s():
             self._go_beyond("confirming the plan", "whether it is faster is not decided yet")
         return False
 
     def _neighbours(self, source: CandidateSource) -> list[Candidate]:
-        """Retries and variations of the two leaders."""
+        """Candidates to retry, and variations of the two fastest candidates."""
         return [*self._scheduler.retry, *self._variations(source)]
 
     def _variations(self, source: CandidateSource) -> list[Candidate]:
@@ -605,8 +607,8 @@ class Search:
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left.
 
-        On a CPU, set-ups run one after another, so their expected times add up. The time that
-        compilations under way still need is reserved, because they pause for other set-ups.
+        On a CPU, set-ups run one after another, so their expected times add up. Time that running
+        compilations still need is reserved, because compilations pause during other set-ups.
         """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         if left_s < 0.0:  # overtime is for what is under way
@@ -638,9 +640,10 @@ class Search:
         return taken[: self._slots]
 
     def _kept_s(self, left_s: float) -> float:
-        """Seconds to reserve for compilations under way; 0 if they need more than is left.
+        """Seconds to reserve for compilations under way; 0 if they need more than the time left.
 
-        Until a compiled candidate was timed, the time of the final race and overtime count as left.
+        Until a compiled candidate was timed, overtime and the time for the final race count as time
+        left.
         """
         paused = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         needed_s = sum(map(self._left_s, paused))

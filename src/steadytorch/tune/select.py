@@ -1,4 +1,4 @@
-"""Choosing among candidates: by constraints, then time, then simplicity."""
+"""Chooses among candidates: by constraints, then time, then simplicity."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"budget {self.budget_s} s is not a positive time")
 
     def resolved(self, is_training: bool) -> SearchOptions:
-        """These options with the objective that `auto` means for a workload."""
+        """These options, with the objective `auto` replaced by throughput or latency."""
         if self.objective != AUTO:
             return self
         objective = "throughput" if is_training else "latency"
@@ -72,7 +72,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_tail(self) -> bool:
-        """Whether the 99th percentile decides, not the median."""
+        """Whether candidates are compared by the 99th percentile instead of the median."""
         return self.objective in ("p99", CONTENDED)
 
     @property
@@ -99,10 +99,10 @@ class BlockShape(msgspec.Struct, frozen=True):
 
 
 def block_shape(options: SearchOptions, iteration_ns: float) -> BlockShape:
-    """The block shape for an iteration time: 5 to 10 iterations, 3 from 150 ms, 1 from 500 ms.
+    """The block shape: 5 to 10 iterations; 3 if one takes 150 ms or more, 1 from 500 ms.
 
-    A tail takes 10 to 69. If 12 pairs of blocks, the fewest for a claim, would take more than
-    `CLAIM` of the budget, blocks have 3 iterations or 1, of a tail as well.
+    If the 99th percentile decides, a block has 10 to 69 iterations. Blocks shrink to 3 iterations
+    or 1 if 12 pairs of blocks, the fewest for a claim, would exceed `CLAIM` of the budget.
     """
     if options.of_tail:
         usual = min(P99_BLOCK, max(LEAST_TAIL, 1e9 // max(iteration_ns, 1)))
@@ -122,7 +122,7 @@ def block_deadline_s(shape: BlockShape) -> float:
 
 
 def block_statistic(options: SearchOptions, times: Sequence[int]) -> float:
-    """The statistic of a block: its median, or its largest sample for a tail."""
+    """The statistic of a block: its median, or its maximum if the 99th percentile decides."""
     return float(max(times)) if options.of_tail else float(np.median(times))
 
 
@@ -137,10 +137,10 @@ def over_memory(peak_memory_bytes: int, options: SearchOptions) -> str | None:
 def choose(
     result: RaceResult, candidates: Sequence[Candidate], peaks: Sequence[int], tie: float = TIE
 ) -> int:
-    """Chooses the simplest survivor within the tie band of the fastest.
+    """Chooses the simplest surviving candidate within the tie band of the fastest.
 
-    Simplest means fewest transforms, then least memory, then name, so that equal candidates are
-    chosen in the same order on every run.
+    Simplest means fewest transforms, then least memory, then name, so that every run makes the same
+    choice among equal candidates.
 
     Args:
         result: result of the final race.

@@ -1,4 +1,4 @@
-"""From a workload to a stored plan: look it up, or search for it and store it."""
+"""Finds the plan of a workload: looks it up in the store, or searches for it and stores it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _FINISH_S = 10.0  # extra seconds for compiling host code after a search
 
 
 class Session:
-    """Tuning one workload on one device.
+    """Tunes one workload on one device.
 
     Args:
         workload: the workload to tune; its model is never run in this process.
@@ -162,8 +162,8 @@ class Session:
     def find(self, mode: str) -> tuple[Plan | None, str]:
         """The stored plan if the mode allows one, or None and the reason.
 
-        In mode `replay`, ignores a plan to run untouched if its search ran out of time and this
-        budget is at least `LONGER` times as long.
+        Mode `replay` ignores a plan without transforms whose search ran out of time if the budget
+        is now at least `LONGER` times as long.
 
         Args:
             mode: `replay`, `tune` or `strict`; see `tune`.
@@ -179,7 +179,7 @@ class Session:
         return plan, reason
 
     def _cut_short(self, plan: Plan) -> str:
-        """Why a search of this budget should look again, or empty."""
+        """Why to repeat the plan's search with the current budget; empty if not needed."""
         evidence = plan.evidence
         left = [*evidence.not_tried.values(), *(t.reason or "" for t in evidence.trials)]
         if plan.candidate or not any(reason.endswith(EXHAUSTED) for reason in left):
@@ -362,7 +362,10 @@ class Session:
         return _located(plan, self._store.put(self.key, plan))
 
     def untouched(self, reason: str) -> Plan:
-        """A plan to leave the workload untouched. Nothing was measured, so it is not stored."""
+        """A plan that leaves the workload untouched.
+
+        The plan is not stored, because nothing was measured.
+        """
         unmeasured = Timing(self.options.objective, 0.0, None, 0.0, None, 0)
         evidence = Evidence(
             baseline=unmeasured,
@@ -403,7 +406,7 @@ class Session:
         )
 
     def options_that_apply(self) -> tuple[list[TransformSpec], dict[str, str]]:
-        """All transforms that apply to the workload, and by name why others do not."""
+        """All transforms that apply to the workload, and the reasons by name why others do not."""
         available: list[TransformSpec] = []
         refused: dict[str, str] = {}
         admit()
@@ -429,11 +432,11 @@ class Session:
         return 1 if self._devices is None else len(self._devices.names)
 
     def _has_spare_cores(self) -> bool:
-        """Whether work beside the untouched workload would not delay it."""
+        """Whether the host has cores to spare for work beside the untouched workload."""
         return self._slots() >= 4
 
     def _imports(self) -> list[str]:
-        """What verifying a training step imports."""
+        """Names of modules that the verification of a training step imports."""
         return ["scipy.stats"] if self.workload.is_training else []
 
     def _compiles_host_code(self) -> bool:
@@ -441,7 +444,7 @@ class Session:
         return torch.device(self._device).type == "cuda" and self._has_spare_cores()
 
     def _compile_threads(self) -> dict[str, str]:
-        """Inductor's compile processes per worker, so that concurrent compilers share the cores."""
+        """Environment variable to limit Inductor's compile processes: workers share the cores."""
         name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
         return {
             name: os.environ.get(
@@ -557,7 +560,7 @@ def tune(
 def agree_on_plan(
     session: Session, mode: str, watcher: ProgressListener | None, ranks: Ranks
 ) -> Plan:
-    """One plan on all ranks; the leader searches if none has a plan."""
+    """One plan for all ranks; the leading rank searches if no rank has a plan."""
     plan = None if mode == "tune" else session.look_up()[0]
 
     def search(gpus: tuple[str, ...]) -> Plan:

@@ -1,4 +1,4 @@
-"""Preparing candidates for timing: start a worker, load, apply the transforms, verify."""
+"""Prepares candidates for timing: starts a worker, applies the transforms and verifies outputs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ EXPLAIN_S = 2.0
 """Seconds for profiling before the search; at least three steps are taken."""
 EXPLAIN_DEADLINE_S = 60.0
 COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
-"""Modules that workers of compiled candidates import first, because it takes seconds."""
+"""Modules that workers of compiled candidates import at start; the import takes seconds."""
 
 
 class ProgressListener(Protocol):
-    """Receives the progress of a search; see `report.progress`."""
+    """Receives the progress events of a candidate search; see `report.progress`."""
 
     def phase(self, message: str) -> None:
-        """A new phase began."""
+        """Called when a new phase of the search begins."""
         ...
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """A candidate changed state: set-up, verified, rejected or failed."""
+        """Called when a candidate changes state: set-up, verified, rejected or failed."""
         ...
 
     def timed(self, label: str, median_ns: float) -> None:
-        """A candidate was screened, with this median so far."""
+        """Called when a candidate has been screened; `median_ns` is its median time so far."""
         ...
 
     def tick(self) -> None:
@@ -51,7 +51,7 @@ class ProgressListener(Protocol):
 
 
 class NullListener:
-    """A progress listener that shows nothing."""
+    """A progress listener that ignores all events."""
 
     def phase(self, message: str) -> None:
         """Ignored."""
@@ -67,24 +67,24 @@ class NullListener:
 
 
 class SetupScheduler:
-    """Starts workers and takes them through loading, set-up and verification.
+    """Starts a worker process per candidate and runs its loading, set-up and verification.
 
     Args:
         launch: starts worker processes.
-        device: where they run, as a torch device string.
+        device: where workers run, as a torch device string.
         ambient: the caller's process-wide settings, which the workers adopt.
         options: the user's options.
         watcher: receives progress.
         spare_cores: whether the host has cores for the reference beside the untouched workload.
         now: returns seconds on a monotonic clock.
-        others: further devices of the same kind. Each gets an untouched workload of its own, and
-            its share of the candidates.
-        runs_on: torch device by name of a device; a name that is missing is a torch device.
+        others: further devices of the same kind. Each runs the untouched workload and a share of
+            the candidates.
+        runs_on: maps device names to torch devices; other names are torch devices themselves.
 
     Attributes:
         device: as given.
         devices: all devices in use, `device` first.
-        left_out: reason by device that is no longer used.
+        left_out: maps each device that is no longer used to the reason.
         further: the untouched workload on each further device.
         shares_cores: whether set-ups take cores from the workload that is timed, as on a CPU.
     """
@@ -119,16 +119,16 @@ class SetupScheduler:
         self.findings: tuple[Finding, ...] = ()
         """Findings from a few profiled steps of the untouched workload."""
         self.retry: list[Candidate] = []
-        """Candidates that ran out of memory beside others and will be retried alone."""
+        """Candidates that ran out of memory beside other workers and will be retried alone."""
         self.under_way: list[LiveTrial] = []
         """Trials that have begun but that `prepare` has not returned yet."""
         self._waiting: list[tuple[Candidate, float, str | None]] = []
         self._slots = 1
 
     def start(self) -> Worker:
-        """Starts the first processes, which import their modules in the background.
+        """Starts the reference worker and the untouched workload's worker in the background.
 
-        `baseline` calls this too; processes that are alive are kept.
+        `baseline` calls `start` too; workers that are still alive are reused.
 
         Returns:
             The worker that will make the reference.
@@ -140,10 +140,10 @@ class SetupScheduler:
         return self._for_reference
 
     def baseline(self, remaining: Callable[[], float]) -> LiveTrial:
-        """Sets up the untouched workload and, in another process, the reference.
+        """Sets up the untouched workload in one worker and makes reference outputs in another.
 
-        Candidates that have begun are set up meanwhile, and the untouched workload on each further
-        device. A device on which it fails is left out.
+        Also continues the set-up of queued candidates, and sets up the untouched workload on each
+        further device. A further device on which the untouched workload fails is left out.
 
         Raises:
             WorkerFault: the untouched workload fails, or time ran out.
@@ -190,12 +190,12 @@ class SetupScheduler:
                 self.leave_out(trial.device, f"the untouched workload fails: {trial.reason}")
 
     def leave_out(self, device: str, why: str, lost: Sequence[LiveTrial] = ()) -> None:
-        """Stops using a further device; what was set up there begins anew elsewhere.
+        """Stops using a further device; its candidates are set up again on other devices.
 
         Args:
             device: the device.
             why: the reason, for the user.
-            lost: trials on it that `prepare` has returned and that were not yet beaten.
+            lost: trials on the device that `prepare` has returned and that were not yet beaten.
         """
         self._watcher.phase(f"going on without {device}: {why}")
         self.left_out[device] = why
@@ -213,15 +213,15 @@ class SetupScheduler:
         ]
 
     def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
-        """Sends the request; returns the timeout of its answer in seconds."""
+        """Asks a worker for the reference outputs; returns the timeout for the answer in s."""
         left_s = remaining()
         worker.send("reference", seed=self._options.seed)
         return left_s
 
     def _explained(self, worker: Worker, deadline_s: float) -> Explained:
-        """Findings from profiled steps; empty if the workload cannot be profiled.
+        """Findings from profiled steps of the untouched workload; empty if profiling fails.
 
-        Runs in the reference's process, because a profiled process must not be timed.
+        Profiles in the reference's worker, because a process must not be timed after profiling.
         """
         try:
             worker.send("explained", seconds=EXPLAIN_S)
@@ -233,18 +233,18 @@ class SetupScheduler:
 
     @property
     def begun(self) -> tuple[Candidate, ...]:
-        """Candidates begun but not returned by `prepare`, including those waiting for a slot."""
+        """Candidates passed to `begin` but not yet returned by `prepare`, including queued ones."""
         started = (trial.candidate for trial in self.under_way)
         return (*started, *(candidate for candidate, *_ in self._waiting))
 
     @property
     def owes(self) -> bool:
-        """Whether a candidate that ran out of memory beside others waits for its try alone."""
+        """Whether a candidate that ran out of memory beside others still awaits its retry alone."""
         return bool(self.retry or self._retried.intersection(self.begun))
 
     @property
     def ready(self) -> list[LiveTrial]:
-        """Trials under way that are verified and wait to be timed."""
+        """Verified trials that are waiting to be timed."""
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
 
     def begin(
@@ -254,11 +254,11 @@ class SetupScheduler:
         deadline_s: float,
         device: str | None = None,
     ) -> None:
-        """Queues candidates for set-up; `pump_until` and `prepare` advance them.
+        """Queues candidates for set-up, which `pump_until` and `prepare` carry out.
 
         Args:
             candidates: candidates to set up.
-            slots: how many may be under way at once.
+            slots: how many candidates may be under way at once.
             deadline_s: timeout in seconds for each stage of these candidates.
             device: where to set them up; None for the device with the least to do.
         """
@@ -266,7 +266,7 @@ class SetupScheduler:
         self._waiting.extend((candidate, deadline_s, device) for candidate in candidates)
 
     def finished(self, candidate: Candidate) -> LiveTrial | None:
-        """Waits until a candidate that has begun is set up and verified; None if it never began."""
+        """Waits until a queued candidate is verified or rejected; None if it was never queued."""
         while candidate in [each[0] for each in self._waiting] or any(
             trial.candidate == candidate for trial in self.unfinished
         ):
@@ -275,7 +275,7 @@ class SetupScheduler:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the processes of all set-ups, so that they do not disturb a timing."""
+        """Pauses all workers in set-up within the block, so that they do not disturb a timing."""
         live = self.unfinished
         for trial in live:
             trial.pause(self._now())
@@ -286,19 +286,19 @@ class SetupScheduler:
                 trial.resume(self._now())
 
     def elapsed_s(self, trial: LiveTrial) -> float:
-        """Seconds since a trial's set-up began, pauses left out."""
+        """Seconds since a trial's set-up began, excluding pauses."""
         return self._now() - trial.began_s
 
     def pump_until(self, worker: Worker, deadline_s: float, loads: bool = False) -> Any:
-        """Waits for another worker's answer and advances begun candidates until it arrives.
+        """Waits for a worker's answer while continuing the set-up of queued candidates.
 
         Args:
             worker: the worker to wait for.
             deadline_s: see `Worker.receive`.
-            loads: whether it only loads, so that compilers may go on beside it on a CPU.
+            loads: whether the worker only loads, so that compilers need not pause on a CPU.
 
         Raises:
-            WorkerFault: see `Worker.receive`, for that worker.
+            WorkerFault: the worker fails or times out; see `Worker.receive`.
         """
         while not (worker.ready() or worker.overdue(deadline_s)):
             self._tend([worker], 1, makes_way=not loads)
@@ -313,14 +313,14 @@ class SetupScheduler:
         is_due: Callable[[], bool] = lambda: False,
         device: str | None = None,
     ) -> list[LiveTrial]:
-        """Sets candidates up side by side and verifies each against the reference.
+        """Sets up candidates in parallel and verifies each against the reference outputs.
 
-        Ends when all are done, or early: unfinished candidates then stay under way.
+        Returns when all candidates are finished, or once `is_due` returns True. In the latter case,
+        unfinished candidates stay under way.
 
         Args:
             candidates: candidates to set up, in addition to those already begun.
-            slots: how many may be under way at once; ignored if one of them is a retry, which
-                runs alone.
+            slots: how many candidates may be under way at once; a retry always runs alone.
             deadline_s: timeout in seconds for each stage.
             others: number of other workers that stay alive and take memory.
             is_due: whether to return although candidates are unfinished.
@@ -340,11 +340,11 @@ class SetupScheduler:
         return done
 
     def give_up(self, why: str, having: TransformSpec | None = None) -> None:
-        """Rejects unfinished trials for this reason and drops waiting candidates.
+        """Rejects unfinished trials with the given reason and drops queued candidates.
 
         Args:
             why: the reason.
-            having: only those with this transform; None for all.
+            having: give up only candidates with this transform; None for all.
         """
 
         def goes(candidate: Candidate) -> bool:
@@ -357,11 +357,11 @@ class SetupScheduler:
 
     @property
     def unfinished(self) -> list[LiveTrial]:
-        """Trials whose set-up or verification is under way."""
+        """Trials that are still being set up or verified."""
         return [t for t in self.under_way if t.status == "ok" and t.stage != "timing"]
 
     def _tend(self, also: Sequence[Worker], others: int, makes_way: bool = False) -> None:
-        """Starts waiting candidates while slots are free, waits briefly and handles answers."""
+        """Starts queued candidates in free slots, waits up to 0.25 s and handles worker answers."""
         self._begin_waiting()
         live = self.unfinished
         self._share_cores(live, makes_way)
@@ -373,10 +373,10 @@ class SetupScheduler:
                 self._advance(trial, crowded=others + len(self.unfinished) > 1)
 
     def _share_cores(self, trials: Sequence[LiveTrial], makes_way: bool) -> None:
-        """On a CPU, pauses compilers while a model runs.
+        """On a CPU, pauses the workers of compiled candidates while another worker runs a model.
 
-        Its threads wait for each other at barriers: beside a compiler, a warm-up of one second was
-        seen to take 14.
+        The model's threads wait for each other at barriers: a warm-up of 1 s took 14 s beside a
+        compiler.
         """
         if not self.shares_cores:
             return
@@ -390,18 +390,18 @@ class SetupScheduler:
                 trial.resume(self._now())
 
     def _verify_waiting(self, trials: Sequence[LiveTrial]) -> None:
-        """Has candidates verified that were set up before the reference was made."""
+        """Starts verifying candidates that were set up before the reference outputs were ready."""
         for trial in trials:
             if trial.stage == "waiting" and self.reference is not None:
                 trial.stage = "verification"
                 trial.worker.send("verify")
 
     def _begin_waiting(self) -> list[LiveTrial]:
-        """Starts waiting candidates while slots are free; returns their trials."""
+        """Starts queued candidates in free slots; returns their trials."""
         room = max(0, self._slots - len(self.unfinished))
         taken, self._waiting = self._waiting[:room], self._waiting[room:]
         begun: list[LiveTrial] = []
-        for each in taken:  # one at a time, since each counts in where the next one goes
+        for each in taken:  # one at a time, since each placement affects the next
             begun.append(self._new_trial(*each))
             self._under_way_from_now(begun[-1:])
         return begun
@@ -419,12 +419,12 @@ class SetupScheduler:
         return self._runs_on.get(device, device)
 
     def _least_busy(self) -> str:
-        """The device with the fewest set-ups under way, then with the fewest so far."""
+        """The device with the fewest set-ups under way; ties go to the fewest set-ups so far."""
         busy = Counter(trial.device for trial in self.unfinished)
         return min(self.devices, key=lambda device: (busy[device], self._placed[device]))
 
     def kill_all(self) -> None:
-        """Kills every process started here."""
+        """Kills every worker process that this scheduler started."""
         for worker in self._workers:
             worker.kill()
 
@@ -447,7 +447,7 @@ class SetupScheduler:
         return LiveTrial(candidate, worker, suggests, deadline_s, device)
 
     def _advance(self, trial: LiveTrial, crowded: bool) -> None:
-        """Handles an answer of a trial's worker and starts the next stage."""
+        """Handles a worker's answer and starts the next stage of its trial."""
         try:
             reply = trial.worker.receive(trial.deadline_s)
             if trial.stage == "starting":
@@ -455,7 +455,7 @@ class SetupScheduler:
                 trial.worker.send("set_up", candidate=msgspec.to_builtins(trial.candidate))
             elif trial.stage == "set-up":
                 trial.accept_set_up(reply)
-                # The untouched workload of a further device is what others are verified against.
+                # The untouched workload needs no verification against itself.
                 trial.stage = "waiting" if trial.candidate else "timing"
                 self._verify_waiting([trial])
             else:

@@ -1,4 +1,4 @@
-"""Choosing the configuration of a search leader's fused stem in a worker process."""
+"""Chooses the kernel configuration of a fused convolution stem in a worker process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ Call = Sequence[Any]
 
 
 class StemHandler(WorkloadHandler):
-    """Worker handler that chooses a stem configuration. Methods take and return msgpack types."""
+    """Worker handler that chooses the kernel configuration of a fused stem.
+
+    Its methods take and return types that msgpack can serialise.
+    """
 
     def choose(self, prefix: list[Any], seconds: float) -> str:
-        """The name of the fastest configuration under `prefix`; see `fastest`."""
+        """Name of the fastest stem configuration with the transforms in `prefix`; see `fastest`."""
         specs = msgspec.convert(prefix, list[TransformSpec])
         end = time.perf_counter() + seconds
         with torch.no_grad():
@@ -44,7 +47,7 @@ class StemHandler(WorkloadHandler):
 
 
 class _Stems(TorchFunctionMode):
-    """Records the arguments of calls to fused stems."""
+    """Records the arguments of `conv_relu_max_pool2d` calls, which run fused stems."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class _Stems(TorchFunctionMode):
 
 
 def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
-    """The arguments of a workload's fused stems, recorded in one call.
+    """Arguments of a workload's fused stem calls, recorded while the workload runs once.
 
     Args:
         workload: the workload, run once.
@@ -70,18 +73,19 @@ def calls_of(workload: Workload, prefix: Sequence[TransformSpec]) -> list[Call]:
 
 
 def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
-    """The configuration with the least total time for these calls.
+    """Name of the stem configuration with the least total time for the given calls.
 
-    Configurations are tried by the number of SMs they occupy, most first, then in the order of
-    `CONFIGS`; ties go to the first one tried. Configurations that exceed the SM's shared memory,
-    where PyTorch's operators would run instead, are skipped.
+    Tries configurations by the number of SMs they occupy, most first, then in the order of
+    `CONFIGS`. The first configuration tried wins if its median is within `NOISE` of the least.
+    Skips configurations that need more shared memory than an SM has, for which PyTorch's operators
+    would run instead.
 
     Args:
         calls: arguments of `conv_relu_max_pool2d`, the configuration last.
         stop: polled before each configuration is compiled and before each round of the race.
 
     Returns:
-        Its name; "" if it is the default for these sizes, or if no configuration fits.
+        The name; "" if it is the default for these sizes, or if no configuration fits.
     """
     if not calls or not on_device(calls):
         return ""
@@ -102,7 +106,7 @@ def fastest(calls: Sequence[Call], stop: Callable[[], bool]) -> str:
 def time_arms(
     arms: Mapping[str, Arm], calls: Sequence[Call], stop: Callable[[], bool]
 ) -> dict[str, float]:
-    """Median time in ns of each configuration that does not raise."""
+    """Median time in ns per stem configuration, excluding configurations that raise."""
     # In production the input has just been copied or converted, so it stays in the cache.
     flush = Flush(calls[0][0].device, calls[0][0])
     take_rounds(record_all(list(arms.values())), flush, Random(0), stop)
@@ -111,18 +115,18 @@ def time_arms(
 
 
 def on_device(calls: Sequence[Call]) -> bool:
-    """Whether all calls run on a GPU."""
+    """Whether all recorded calls run on a GPU."""
     return all(call[0].is_cuda for call in calls)
 
 
 def prepared_program(call: Call, name: str) -> Any:
-    """The launcher of a call under a configuration; None if PyTorch's operators would run."""
+    """Kernel launcher of a call in a configuration; None if PyTorch's operators would run."""
     pairs = [(size, size) if isinstance(size, int) else size for size in call[3:8]]
     return program_for(*_with([*call[:3], *pairs, call[8]], name))
 
 
 def make_arm(name: str, calls: Sequence[Call]) -> Arm:
-    """Compiles a configuration and returns an arm that runs all calls with it."""
+    """Compiles a stem configuration and returns a benchmark arm that runs all calls with it."""
 
     def run() -> None:
         for call in calls:
@@ -145,7 +149,7 @@ def choose_config(
     wait: Callable[[Worker, float], Any] = Worker.receive,
     server: ForkServer | None = None,
 ) -> str:
-    """Chooses a configuration for a workload's fused stems in a worker process.
+    """Chooses the kernel configuration of a workload's fused stems in a worker process.
 
     Args:
         workload_directory: folder with the workload's payload.

@@ -1,4 +1,4 @@
-"""The worker process of a sweep: tunes one workload, so that its faults end this process alone."""
+"""The worker process of a sweep: tunes one workload, so that a crash ends only this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steadytorch.workload.loading import load_workload
 
 
 class SweepHandler:
-    """Tunes one workload per request.
+    """Worker handler that tunes one workload per request.
 
     Args:
         directory: folder of the parent; unused.
@@ -25,11 +25,11 @@ class SweepHandler:
         pass
 
     def check(self, *, device: str) -> None:
-        """Checks that this machine has a device.
+        """Checks that this machine has the requested device.
 
         Raises:
-            UnsupportedError: it has not.
-            UsageError: the text names no device.
+            UnsupportedError: the machine lacks the device.
+            UsageError: `device` is not a device name.
         """
         resolve_device(device)
 
@@ -48,7 +48,7 @@ class SweepHandler:
 
         Args:
             workload: as for `load_workload`.
-            shape: the further arguments of `load_workload`.
+            shape: the other arguments of `load_workload`.
             options: the fields of `SearchOptions`.
             device: where to run.
             store: folder of the plan store; None for the default one.

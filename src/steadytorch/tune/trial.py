@@ -1,4 +1,4 @@
-"""One candidate's trial during a search, with its worker process."""
+"""The trial of one candidate during a search, with its worker process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CHOICES_S = 20.0
 
 
 class Launcher(Protocol):
-    """Starts the worker of a candidate; replaced in tests."""
+    """Callable that starts a candidate's worker process; tests replace it."""
 
     def __call__(self, name: str, imports: Sequence[str] = ()) -> Worker:
-        """Starts a worker whose log is named `name` and that imports these modules first."""
+        """Starts a worker that imports the modules in `imports` and logs under `name`."""
         ...
 
 
@@ -60,9 +60,9 @@ class WorkerLauncher:
     ) -> None:
         self._directory = directory
         self._limit = memory_limit_bytes
-        cache = str(directory / "compiler-cache")  # for all workers, as it is keyed by content
+        cache = str(directory / "compiler-cache")  # shared: entries are keyed by content
         self._environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": cache}
-        if forks:  # to look for devices otherwise would bar workers from CUDA
+        if forks:  # else looking for devices would prevent CUDA in forked workers
             self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._imports = tuple(imports)
         self.server = ForkServer(directory, self._environment) if forks else None
@@ -80,17 +80,17 @@ class WorkerLauncher:
         )
 
     def close(self) -> None:
-        """Ends the fork server."""
+        """Stops the fork server."""
         if self.server is not None:
             self.server.close()
 
 
 class LiveTrial:
-    """A candidate, its worker and all its samples.
+    """A candidate with its worker process and its timing samples.
 
     Attributes:
         candidate: the transforms.
-        device: where its worker runs.
+        device: where the worker runs.
         precision: the candidate's precision class.
         status, reason: see `plan.record.Trial`.
         suggested_by: ids of the findings that suggest it.
@@ -127,19 +127,19 @@ class LiveTrial:
 
     @property
     def ok(self) -> bool:
-        """Whether it has not been rejected and its worker is alive."""
+        """Whether the trial has not failed or been rejected, and its worker is alive."""
         return self.status == "ok" and self.worker.alive
 
     @property
     def screened_ns(self) -> float:
-        """Median of the block medians so far; inf without blocks."""
+        """Median of the block medians so far, in ns; inf without blocks."""
         return float(np.median(self._medians())) if self.blocks else float("inf")
 
     def measured(self, metric: str, since: int = 0) -> Measurement:
-        """Summary of all samples from block number `since` on.
+        """Summary of the samples of all blocks from number `since` on.
 
-        If the samples are too few or too correlated for an interval of the median, the interval
-        comes from the block medians, widened to the median where bursts put it outside.
+        If samples are too few or too correlated for a confidence interval of their median, uses the
+        block medians' interval, extended to include the sample median.
         """
         found = summarize([t for block in self.blocks[since:] for t in block], metric)
         if found.median_ci_ns is not None:
@@ -155,7 +155,7 @@ class LiveTrial:
         return [float(np.median(block)) for block in self.blocks[since:]]
 
     def block(self, metric: str, count: int, deadline_s: float) -> list[int]:
-        """Times one block and keeps its samples.
+        """Times one block of iterations and stores the samples.
 
         Raises:
             WorkerFault: the worker died or timed out; the trial is rejected.
@@ -164,7 +164,7 @@ class LiveTrial:
         return self.finish_block(deadline_s)
 
     def quiet(self, metric: str, deadline_s: float) -> list[int]:
-        """Times the first block with nothing beside it: five iterations, or two long ones.
+        """Times the first block while set-ups are paused: 5 iterations, or 2 if they are long.
 
         Raises:
             WorkerFault: see `block`.
@@ -174,11 +174,11 @@ class LiveTrial:
         return self.block(metric, 2 if long else 5, deadline_s)
 
     def begin_block(self, metric: str, count: int) -> None:
-        """Starts a block without waiting; fetch its samples with `finish_block`."""
+        """Starts timing a block and returns at once; `finish_block` returns the samples."""
         self.worker.send("block", metric=metric, count=count)
 
     def finish_block(self, deadline_s: float) -> list[int]:
-        """Waits for the block that was started and keeps its samples.
+        """Waits for the block that `begin_block` started and stores its samples.
 
         Raises:
             WorkerFault: the worker died or timed out; the trial is rejected.
@@ -211,30 +211,30 @@ class LiveTrial:
         return self.verification
 
     def pause(self, now_s: float) -> None:
-        """Stops the worker during its set-up; `now_s` is the search's clock."""
+        """Pauses the worker during set-up; `now_s` is the time on the search's clock."""
         if self._paused_s is None:
             self._paused_s = now_s
             self.worker.pause()
 
     def resume(self, now_s: float) -> None:
-        """Lets a paused worker go on."""
+        """Resumes a paused worker; `now_s` is the time on the search's clock."""
         if self._paused_s is not None:
             self.began_s += now_s - self._paused_s
             self._paused_s = None
             self.worker.resume()
 
     def compiler_choices(self) -> CompilerChoices:
-        """What PyTorch's compiler chose by timing. On a CPU it times nothing.
+        """Choices that PyTorch's compiler made by autotuning; empty on a CPU.
 
         Raises:
-            WorkerFault: its worker cannot tell.
+            WorkerFault: the worker cannot report the choices.
         """
         if not compiles(self.candidate) or not self.device.startswith("cuda"):
             return CompilerChoices()
         return msgspec.convert(self.worker.call("compiler_choices", CHOICES_S), CompilerChoices)
 
     def frozen(self, allowed: bool) -> Trial:
-        """The trial as data."""
+        """The trial as an immutable record."""
         error = self.verification.error if self.verification else None
         timed = self.measured("") if self.blocks else None
         return Trial(

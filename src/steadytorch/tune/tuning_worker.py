@@ -1,4 +1,4 @@
-"""The tuning worker's handler: make the reference, verify, profile and find the regime."""
+"""Handler of tuning workers: makes the reference, verifies, profiles and finds the bottleneck."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAUNCH_BOUND = 0.8
 
 
 class Character(msgspec.Struct, frozen=True):
-    """What bounds the untouched workload.
+    """The bottleneck of the untouched workload.
 
     Attributes:
         regime: launch-, compute- or memory-bound; "unclassified" if its operations could not be
@@ -66,10 +66,13 @@ CHARACTER_NS = 2e9
 
 
 class TuningHandler(ExplainHandler):
-    """Worker handler for tuning. Methods take and return msgpack types."""
+    """Worker handler for tuning.
+
+    Its methods take and return types that msgpack can serialise.
+    """
 
     def reference(self, seed: int) -> dict[str, Any]:
-        """Writes the data for all verifications and returns a `Reference`."""
+        """Writes the verification data to a file and returns a `Reference`."""
         if self.workload.is_training:
             make = reference.make_reference
             data, summary = make(self.workload, seed, self._start)
@@ -94,9 +97,9 @@ class TuningHandler(ExplainHandler):
 
     @own_errors()
     def characterise(self, product_flops: int | None) -> dict[str, Any]:
-        """Finds what bounds the workload in its current state; returns a `Character`.
+        """Finds the workload's bottleneck in its current state; returns a `Character`.
 
-        A loader is left out of the timing, since it has findings of its own.
+        Excludes the data loader from the timing, because separate rules report on loaders.
 
         Args:
             product_flops: operations of a step; see `Explained`.
@@ -122,7 +125,8 @@ class TuningHandler(ExplainHandler):
     def explained(self, seconds: float) -> dict[str, Any]:
         """Profiles a few steps of the untouched workload; returns an `Explained`.
 
-        Rules that need more than a trace abstain. The process must not be timed afterwards.
+        Finding rules that need more than a profiler trace abstain. The process must not be timed
+        after profiling.
         """
         # Imported here because every worker loads this file, but only one profiles.
         from steadytorch.findings.finding import Case

@@ -1,4 +1,4 @@
-"""Verifies and times a whole call: with plans in place of modules, against without."""
+"""Verifies and times a whole pipeline call with tuned modules against the untouched call."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from steadytorch.tune.module_calls import ModuleCalls
 from steadytorch.workload.opened import opened
 
 STEP_OF_8_BITS = 1 / 255
-"""Least bound on images of 8 bits, because rounding to them moves elements by a step."""
+"""Smallest error bound for 8-bit images, because rounding can change a pixel by one step."""
 
 
 class Outputs(NamedTuple):
-    """Copies of the outputs of a call, with images as tensors from 0 to 1.
+    """Copies of a pipeline call's outputs, with 8-bit images as tensors scaled to [0, 1].
 
     Attributes:
         tree: the outputs.
-        has_images: whether any had 8 bits.
+        has_images: whether any output is an 8-bit image.
     """
 
     tree: Any
@@ -38,13 +38,13 @@ class Outputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a check of the whole call found.
+    """Result of verifying and timing a pipeline call with tuned modules.
 
     Attributes:
-        effect: the call with plans against without; None if it was not timed.
+        effect: timing of the call with plans against without; None if it was not timed.
         reason: why the plans must not stay; None if they may.
-        unserved: reason by path of tuned modules that served no call.
-        kept: the tuned modules that stay in.
+        unserved: maps the path of each tuned module that served no call to the reason.
+        kept: the tuned modules that stay in the pipeline.
     """
 
     effect: Judgement | None
@@ -55,31 +55,31 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """A module of a pipeline, and the tuned module for its places."""
+    """A module of a pipeline and the tuned module that replaces it."""
 
     calls: ModuleCalls
     tuned: TunedModule
 
     @property
     def path(self) -> str:
-        """Where the pipeline keeps it."""
+        """Path of the module within the pipeline."""
         return self.calls.places[0].path
 
     def put_in(self) -> None:
-        """Puts the tuned module in."""
+        """Puts the tuned module into the pipeline."""
         # Into the registries, because setters of pipelines may write to a configuration.
         for place in self.calls.places:
             place.registry[place.name] = self.tuned
 
     def take_out(self) -> None:
-        """Puts the untouched module back."""
+        """Puts the original module back into the pipeline."""
         for place in self.calls.places:
             place.registry[place.name] = self.calls.module
 
 
 @dataclass(frozen=True)
 class WholeCall:
-    """A call of a pipeline, run under one seed.
+    """A call of a pipeline, always run with the same random seed.
 
     Attributes:
         call: runs the pipeline and returns its outputs.
@@ -90,7 +90,7 @@ class WholeCall:
     seed: int
 
     def outputs(self) -> Outputs:
-        """Runs the call."""
+        """Runs the call and copies its outputs."""
         images: list[bool] = []
 
         def copied(value: Any) -> Any:
@@ -107,7 +107,7 @@ class WholeCall:
         return Outputs(tree, any(images))
 
     def check(self, swaps: list[Swap], expected: Outputs, limit: float, seconds: float) -> Outcome:
-        """Puts tuned modules in, verifies and times the call; takes them out if it fails.
+        """Verifies and times the call with tuned modules; takes the modules out if a check fails.
 
         Args:
             swaps: the tuned modules; those that serve no call are taken out.
@@ -153,9 +153,9 @@ class WholeCall:
         return Outcome(effect, None, unserved, tuple(serving))
 
     def _timed(self, swaps: list[Swap], seconds: float) -> Judgement:
-        """Times the call without and with plans in pairs; leaves the plans in.
+        """Times pairs of calls without and with tuned modules; the modules stay in the pipeline.
 
-        Tuned modules that served no call stay in on both sides.
+        Tuned modules that served no call stay in place in both calls of a pair.
         """
         deadline = time.monotonic() + seconds
 
@@ -184,7 +184,7 @@ class WholeCall:
 
 
 def difference(found: Outputs, expected: Outputs, limit: float) -> str | None:
-    """How outputs differ beyond a relative L2 error; None if they agree."""
+    """Describes how outputs differ beyond a relative L2 error; None if the outputs agree."""
     least = STEP_OF_8_BITS if expected.has_images else 0.0
     return disagreement(found.tree, expected.tree, max(limit, least), strides=False)
 
@@ -196,7 +196,7 @@ def _synchronize() -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the random numbers of PyTorch, NumPy and Python; puts their states back."""
+    """Seeds the PyTorch, NumPy and Python generators in the block; restores their states after."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):

@@ -1,1 +1,1 @@
-"""Verification: whether a candidate computes the outputs of the untouched workload."""
+"""Verification: checks that a candidate computes the same outputs as the untouched workload."""

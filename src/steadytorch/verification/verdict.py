@@ -1,4 +1,4 @@
-"""Deciding from measured errors whether a candidate may be used; reads no tensors."""
+"""Decides from measured errors whether a candidate may be used, without reading tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRADIENTS = "gradients"
 
 
 class OutputError(msgspec.Struct, frozen=True):
-    """Error of outputs against the reference: the worst over outputs and input sets.
+    """Worst error against the reference, over all outputs and input sets.
 
     Attributes:
         relative_l2: norm of the difference over norm of the reference.
@@ -39,7 +39,7 @@ class OutputError(msgspec.Struct, frozen=True):
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """A worker's verification result, before the decision.
+    """Errors and faults that a worker found, before the decision to accept or reject.
 
     Attributes:
         error: error against the reference; None if `fault` makes it meaningless.
@@ -61,7 +61,7 @@ class Reference(msgspec.Struct, frozen=True):
     """The untouched workload's behaviour on the verification inputs.
 
     Attributes:
-        error: its own error against the reference of higher precision.
+        error: the untouched workload's error against the reference of higher precision.
         precision: float64, or float32 if float64 cannot run.
         repeatable: whether two calls with the same input agree.
         fresh: whether random inputs were used; otherwise the workload's own inputs.
@@ -81,7 +81,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 def worst(errors: Iterable[OutputError]) -> OutputError:
-    """The largest value of each measure."""
+    """Largest `relative_l2` and largest `relative_max` over several errors."""
     listed = list(errors)
     return OutputError(max(e.relative_l2 for e in listed), max(e.relative_max for e in listed))
 
@@ -93,7 +93,7 @@ def decide(
     tolerance: float | None,
     resolution: float = float(torch.finfo(torch.float32).eps),
 ) -> str | None:
-    """Decides whether a candidate may be used; returns None or the reason to reject it.
+    """Decides whether a candidate may be used; returns None, or the reason to reject it.
 
     Args:
         found: the worker's result.
@@ -131,7 +131,7 @@ def decide_parts(
     tolerance: float | None = None,
     resolution: float = float(torch.finfo(torch.float32).eps),
 ) -> str | None:
-    """Compares each part of a training step with the error that rounding explains."""
+    """Checks the error of each part of a training step against the error that rounding explains."""
     given = tolerance if precision != "same" else None
     least = resolution if precision == "same" else TOLERANCES[precision]
     for name, error in parts.items():

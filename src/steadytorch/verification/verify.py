@@ -1,8 +1,9 @@
-"""Verifying a candidate's outputs against the untouched workload, in a worker.
+"""Verifies a candidate's outputs against the untouched workload's, in a worker process.
 
-The worker runs three random inputs and compares the outputs with a reference of higher precision.
-It also detects outputs that a second call overwrites and inputs that are written to. The parent
-decides from the errors alone (`verdict`). For training see `training.verify`.
+The worker runs the candidate on three random input sets and compares its outputs with a reference
+of higher precision. The worker also detects outputs that a later call overwrites, and writes to
+inputs. The parent process accepts or rejects the candidate from the errors alone; see `verdict`.
+Training steps are verified by `training.verify`.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ float32, far below that of a random mask."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Value = torch.Tensor | complex
-"""Values compared by their error: tensors, and floating-point and complex numbers."""
+"""Types of outputs compared by their error: tensors, and floating-point and complex numbers."""
 
 
 def fresh_inputs(workload: Workload, seed: int) -> Arguments:
-    """Random arguments with the shapes, layouts and value ranges of the workload's own.
+    """Random arguments with the shapes, layouts and value ranges of the workload's arguments.
 
-    Each element is drawn from the elements of the given tensor, which keeps indices and masks
-    valid. All-zero floating-point tensors are drawn from the standard normal distribution instead.
+    Each new element is drawn from the elements of the original tensor, so that indices and masks
+    stay valid. All-zero floating-point tensors are replaced by standard normal values.
     Floating-point and complex tensors of one element are multiplied by a random factor (`NEARBY`).
-    A single integer or boolean keeps its value: it may be an index, a size or a switch, and other
-    values may be invalid.
+    Integer and boolean tensors of one element keep their value, because another index, size or
+    switch may be invalid.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -76,14 +77,14 @@ def fresh_inputs(workload: Workload, seed: int) -> Arguments:
 
 
 class Returned(NamedTuple):
-    """A call's result, and its arguments if it wrote to a container among them."""
+    """A call's result, and its arguments if the call wrote to a container in them."""
 
     result: Any
     written: Any
 
 
 def call(model: Any, arguments: Arguments) -> Returned:
-    """Calls a model with copies of its containers, so that calls cannot affect each other."""
+    """Calls a model with copied argument containers, so that calls cannot affect each other."""
     borrowed = BorrowedArguments(arguments)
     args, kwargs = borrowed.arguments
     result = model(*args, **kwargs)
@@ -91,7 +92,7 @@ def call(model: Any, arguments: Arguments) -> Returned:
 
 
 def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that converts floating-point tensors to `dtype`, and complex ones to its width."""
+    """Returns a function that casts floats to `dtype` and complex tensors to its complex dtype."""
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_complex():
@@ -102,23 +103,23 @@ def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def without_tf32() -> None:
-    """Disables TF32 for the rest of the process; references run in a process of their own."""
+    """Disables TF32 for the rest of the process; call only in the reference's worker process."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
 def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors."""
+    """Detached copies of tensors."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def copied(tree: Any) -> list[Value]:
-    """Copies of the values in a model's result."""
+    """Copies of the tensors and numbers in a model's result."""
     return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values_of(tree)]
 
 
 def values_of(tree: Any) -> list[Value]:
-    """The values in a model's result; tensors are not copied."""
+    """The tensors, floats and complex numbers in a model's result, without copying tensors."""
     return [
         leaf if isinstance(leaf, torch.Tensor) else complex(leaf)
         for leaf in _leaves(tree)
@@ -127,10 +128,9 @@ def values_of(tree: Any) -> list[Value]:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """Tensors and constants in nested containers and in fields of other objects.
+    """Tensors and constants in nested containers and in the attributes of other objects.
 
-    Transforms pass other objects (such as caches) through unchanged, so their contents are compared
-    directly.
+    Objects such as caches are searched too, because transforms pass them through unchanged.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -157,7 +157,7 @@ def _fields_of(thing: Any) -> list[Any]:
 
 
 def nesting(tree: Any) -> list[str]:
-    """The nesting of containers and their leaves as text; floats and complex by type only."""
+    """Describes nested containers and leaves as text; floats and complex numbers by type only."""
     cached = tensors_in_caches(tree)
     leaves = [_format_leaf(leaf, id(leaf) in cached) for leaf in _leaves(tree)]
     return [str(pytree.tree_structure(opened(tree))), *leaves]
@@ -165,19 +165,19 @@ def nesting(tree: Any) -> list[str]:
 
 def _format_leaf(leaf: Any, cached: bool) -> str:
     if isinstance(leaf, torch.Tensor):
-        if cached:  # only the cache's own code reads it, with any strides
+        if cached:  # only the cache's own code reads it, whatever its strides
             return "a tensor in a cache"
         return f"a tensor with strides {strides_of(leaf)}"
     return f"a {type(leaf).__name__}" if isinstance(leaf, (float, complex)) else repr(leaf)
 
 
 def nesting_fault(found: list[str], own: list[str], strides: bool = True) -> str | None:
-    """How a nesting differs from the untouched workload's; None if it does not.
+    """Describes how outputs are nested unlike the untouched workload's; None if nested alike.
 
     Args:
         found: the nesting of the outputs.
-        own: that of the untouched workload's outputs.
-        strides: whether tensors need its strides.
+        own: the nesting of the untouched workload's outputs.
+        strides: whether tensors must have the untouched workload's strides.
     """
     if found[0] != own[0]:
         return "nests its outputs in other containers than the untouched workload"
@@ -197,7 +197,7 @@ def _outputs(model: Any, arguments: Arguments) -> tuple[list[Value], list[str]]:
 
 
 def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Reference]:
-    """Runs the untouched workload at its own precision and at a higher one.
+    """Runs the untouched workload at its own precision, and in float64 or else float32.
 
     Returns:
         The data for comparing candidates (tensors of each input set, reference outputs, own outputs
@@ -243,7 +243,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
 
 
 def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
-    """Outputs of a copy of the model in `dtype`."""
+    """Outputs of a copy of the model that is converted to `dtype`."""
     without_tf32()
     widen = widening(dtype)
     model = copy.deepcopy(workload.model)
@@ -262,7 +262,7 @@ def verify(
         model: the transformed model, called like the untouched one.
         workload: the untouched workload; its arguments give the nesting of the inputs.
         data: the data that `make_reference` returned.
-        strides: whether outputs need the strides of the untouched workload's.
+        strides: whether outputs must have the strides of the untouched workload's outputs.
     """
     errors: list[OutputError] = []
     first, kept = None, []
@@ -287,7 +287,7 @@ def verify(
 
 
 def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
-    """The workload's arguments with their tensors replaced."""
+    """The workload's arguments, with their tensors replaced by the given ones in order."""
     following = iter(tensors)
     return map_tensors(lambda _: next(following), (workload.inputs, dict(workload.kwargs)))
 
@@ -295,7 +295,7 @@ def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
 def _overwrites(
     model: Any, workload: Workload, sets: list[Any], first: Any, kept: list[Value]
 ) -> bool:
-    """Whether a later call overwrites the first result."""
+    """Whether a later call overwrites the first call's result."""
     if len(sets) > 1:
         return not equal(kept, values_of(first))
     # With one input set a second call writes equal values, so compare addresses.
@@ -304,9 +304,9 @@ def _overwrites(
 
 
 def form_fault(outputs: list[Value], own: list[Value]) -> str | None:
-    """How outputs differ from the untouched workload's apart from values; None if they do not.
+    """Describes how outputs differ in form from the untouched workload's; None if they do not.
 
-    Checks the number of outputs, shapes, dtypes, devices, and the places of non-finite values.
+    Checks the number of outputs, shapes, dtypes, devices, and the positions of non-finite values.
     """
     if (reason := _incomparable(own)) is not None:
         return f"cannot be verified: {reason}"
@@ -353,7 +353,7 @@ def _dense(value: Value) -> torch.Tensor:
 
 
 def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
-    """Whether values are equal, tensors elementwise; NaN equals NaN."""
+    """Whether two sequences of values are equal, tensors elementwise; NaN equals NaN."""
     pairs = (map(_dense, pair) for pair in zip(before, after, strict=True))
     return all(
         torch.equal(a, b)
@@ -363,7 +363,7 @@ def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
 
 
 def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
-    """The worst error over outputs; for integers and booleans the fraction that differs."""
+    """Worst error over outputs; for integers and booleans, the fraction of differing elements."""
     found = OutputError(0.0, 0.0)
     for pair in zip(outputs, reference, strict=True):
         out, ref = map(as_tensor, pair)

@@ -1,1 +1,1 @@
-"""Watching the steps of code that runs anyway: scripts, loops and trainers."""
+"""Watching: times the steps of the user's own scripts, loops and trainers while they run."""

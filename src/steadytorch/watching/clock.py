@@ -1,6 +1,6 @@
-"""Cuts the running time of one thread into steps, and each step into slices.
+"""Divides a thread's running time into steps, and each step into slices such as `forward`.
 
-Only the standard library is imported here: the clock starts before a script imports anything.
+This module imports only the standard library, because the clock starts before the script's imports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLICES = (
 - `forward`: calls of modules with gradients enabled.
 - `backward`: the autograd engine ran.
 - `optimizer`: the optimizer's step, and zeroing of gradients.
-- `synchronisation`: `.item()`, `.cpu()` and the like, on a machine with a GPU.
+- `synchronisation`: `.item()`, `.cpu()` and similar calls, on a machine with a GPU.
 - `evaluation`: calls of modules with gradients disabled.
 - `collection`: Python's garbage collector ran, inside any of these.
 - `rest`: everything else, which is the script's own code."""
@@ -43,31 +43,31 @@ INPUT, COPIES, FORWARD, BACKWARD, OPTIMIZER, SYNCHRONISATION, EVALUATION, COLLEC
 )
 
 MODULE, LOADER, OPTIMIZING, ITERATION = range(4)
-"""What ends a step, from the weakest sign to the strongest."""
+"""Events that end a step, from the weakest sign of a step to the strongest."""
 UNITS = ("model calls", "batches", "optimizer steps", "iterations")
-"""Names of the steps, by what ends them."""
+"""Names of steps, by the event that ends them."""
 MOST_STEPS = 1_000_000
-"""Steps kept: 88 MB. Later ones are counted, not timed."""
+"""Maximum number of steps timed, which take 88 MB; later steps are only counted."""
 
 MOST_COMPARED = 10_000
-"""Steps that ranks of a job are compared by."""
+"""Maximum number of steps used to compare the ranks of a job."""
 BATCHES = 8
-"""Batches of these steps whose means give the standard error."""
+"""Number of batch means from which the standard error is computed."""
 
 
 def standard_error(times: Sequence[float]) -> float:
-    """Standard error of a mean by batch means: steps close in time are alike.
+    """Standard error of a mean by batch means, because consecutive step times are correlated.
 
-    A core that is slower for a second makes dozens of steps longer. If these counted as
-    independent, a rank could seem late by chance. Source: Law, "Simulation Modeling and Analysis",
-    method of batch means.
+    For example, a core that is slow for a second lengthens dozens of steps. If correlated steps
+    counted as independent, a rank could seem late by chance. Source: Law, "Simulation Modeling and
+    Analysis", method of batch means.
 
     Args:
-        times: of consecutive steps.
+        times: durations of consecutive steps.
 
     Returns:
-        The error in the unit of the times; inf with fewer than two. It is never below the error of
-        independent times, which is returned if batches have fewer than two times.
+        The error in the unit of the times; inf with fewer than two times. The error is never below
+        that of independent times, which is returned if batches have fewer than two times.
     """
     if len(times) < 2:
         return inf
@@ -80,22 +80,22 @@ def standard_error(times: Sequence[float]) -> float:
 
 
 class StepClock:
-    """Times steps and their slices in the thread that made it; calls of other threads are ignored.
+    """Times steps and slices in the thread that created it; ignores calls from other threads.
 
     Args:
         now: returns ns.
-        on_first_step: called when the first step begins; its time belongs to no step.
-        flight: records what happens in each step; None for nothing.
+        on_first_step: called when the first step begins; the call's time belongs to no step.
+        flight: flight recorder of the steps; None to record no steps.
 
     Attributes:
-        flight: likewise.
+        flight: the flight recorder, or None.
         phase: the current slice, as an index into `SLICES`.
         unit: what ends a step, as an index into `UNITS`.
         steps: number of finished steps of that unit.
         discarded: steps of a weaker unit, found before a stronger one appeared.
         untimed: steps after the first `MOST_STEPS`.
-        events: transitions so far, for the cost of watching.
-        checks: module calls so far, nested ones included, for the same.
+        events: transitions so far, used to estimate the cost of watching.
+        checks: module calls so far, nested ones included, used for the same estimate.
         starts_ns: start of each step on `time.perf_counter_ns`.
         durations_ns: duration of each step.
         slices_ns: time of each slice, one array per entry of `SLICES`.
@@ -130,7 +130,7 @@ class StepClock:
     def late_means_ns(self) -> dict[str, tuple[float, float]]:
         """Mean time of each slice and its standard error, in ns; empty without steps.
 
-        Over the later half of the steps, and the last `MOST_COMPARED` at most.
+        Covers the later half of the steps, limited to the last `MOST_COMPARED` steps.
         """
         first = max(self.steps // 2, self.steps - MOST_COMPARED)
         late = [column[first:] for column in self.slices_ns]
@@ -141,9 +141,10 @@ class StepClock:
         }
 
     def begin(self, phase: int) -> bool:
-        """Enter a slice; False where another slice owns the time, or in another thread.
+        """Enter a slice; return False if another slice is active, or in another thread.
 
-        The optimizer's slice may hold others, since some trainers run the step in its closure.
+        Other slices may nest in the optimizer's slice, because some trainers run the whole step in
+        the optimizer's closure.
         """
         current = self.phase
         if current != REST and (current != OPTIMIZER or phase == OPTIMIZER):
@@ -161,7 +162,7 @@ class StepClock:
         return True
 
     def interrupt(self, phase: int) -> bool:
-        """Enter a slice inside any other; False while a step is being finished."""
+        """Enter a slice inside any other; return False while a step ends, or in another thread."""
         if self._finishing or get_ident() != self._thread:
             return False
         self._charge()
@@ -185,7 +186,7 @@ class StepClock:
             self.flight.slice(now, self.phase)
 
     def reset(self) -> None:
-        """Leave all slices, after an exception that skipped their ends."""
+        """Leave all slices after an exception skipped their `end` calls."""
         self._charge()
         self.phase = REST
         self._outer.clear()
@@ -194,24 +195,25 @@ class StepClock:
             self.flight.reset()
 
     def pause(self) -> None:
-        """Begin the next step at the next boundary, not here: an epoch of batches has ended."""
+        """Exclude the time until the next step boundary from all steps, as an epoch has ended."""
         self._began = None
 
     def ignore(self) -> None:
-        """Ignore all threads from now on, as in a forked child."""
+        """Ignore calls from all threads from now on; used in forked child processes."""
         self._thread = 0
         if self.flight is not None:
             self.flight.ignore()
 
     def boundary(self, unit: int, who: object) -> None:
-        """End a step here.
+        """End the current step, if the caller is the leader.
 
-        The first optimizer, module or loader seen leads, and only the leader ends steps. Another
-        takes the lead if it comes twice without the leader in between, which a second optimizer in
-        each step does not.
+        The first optimizer, module or loader seen is the leader, and only the leader ends steps.
+        Another object becomes the leader after two calls without a call of the leader in between.
+        A second optimizer that runs in each step therefore never becomes the leader.
 
         Args:
-            unit: what ends the step, such as `OPTIMIZING`; weaker signs than one seen are ignored.
+            unit: event that ends the step, such as `OPTIMIZING`; events weaker than one already
+                seen are ignored.
             who: identity of the optimizer, module or loader.
         """
         if unit < self.unit or get_ident() != self._thread:
@@ -257,12 +259,12 @@ class StepClock:
             self.flight.begin(self._mark, self.phase)
 
     def _keep(self, began_ns: int) -> None:
-        """Pass the step to the flight recorder; if that takes long, its time counts in no step."""
+        """Pass the step to the flight recorder; exclude a long recording time from all steps."""
         if self.flight is not None and self.flight.finish(self.durations_ns, began_ns, self._mark):
             self._mark = self._now()
 
     def _charge(self) -> None:
-        """Charge the time since the last transition to the current slice."""
+        """Add the time since the last transition to the current slice."""
         now = self._now()
         self._totals[self.phase] += now - self._mark
         self._mark = now

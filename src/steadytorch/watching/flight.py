@@ -1,8 +1,8 @@
-"""Records every step in a short ring, and holds the slowest with the steps before them.
+"""Records steps in a short ring buffer, and keeps the slowest and the steps before them.
 
-Which of them are slow is decided at the end, when all steps are known.
+Which of the kept steps count as slow is decided at the end, when all steps are known.
 
-Only the standard library is imported here: the recorder starts before a script imports anything.
+This module imports only the standard library: the recorder starts before the script's imports.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 LEAD = 8
-"""Steps kept before each slow step, to compare it with."""
+"""Number of steps kept before each slow step, for comparison with the slow step."""
 MOST_EVENTS = 4096
-"""Events of a step: 48 KiB. Later ones are not recorded."""
+"""Maximum number of events recorded per step, which take 48 KiB."""
 SPARE = 100
-"""Steps held beyond those to keep: only the end shows which steps are warm-up."""
+"""Spare slots for slow steps, because only the end shows which steps are warm-up."""
 FIRST_LIMIT = 20
 """Steps after which the limit for overdue steps is first computed."""
 JUDGED_BY = 1000
-"""Number of latest steps from which this limit is computed."""
+"""Number of latest steps from which the limit for overdue steps is computed."""
 GROWTH = 1.3
-"""The limit is computed again each time the number of steps has grown by this factor."""
+"""The limit for overdue steps is recomputed when the step count has grown by this factor."""
 MODULE_SHARE = 0.005
-"""Most time that recording module calls may take, as a share of the steps; else fewer levels of
-nested calls are recorded."""
+"""Maximum time for recording module calls, as a share of step time; above this limit, fewer levels
+of nested calls are recorded."""
 MOST_SHARE = 0.01
-"""Most time that recording may take in all, as a share of the steps; else some are not recorded."""
+"""Maximum total recording time, as a share of step time; above it, some steps are not recorded."""
 _HEAD_START_NS = 5_000_000
-"""Time that recording may take at the start, so that the first steps are recorded."""
+"""Recording time in ns that is always allowed, so that the first steps are recorded."""
 DEEPEST = 32
-"""Levels of nested module calls recorded at most."""
+"""Maximum number of nested levels at which module calls are recorded."""
 
 MOST_MODULES = 65_536
-"""Modules told apart: scripts may make new ones in each step."""
+"""Maximum number of modules recorded by name, because scripts may create new ones in each step."""
 MOST_SAMPLES = 4096
-"""Samples of the stacks kept: 40 s at 10 ms."""
+"""Maximum number of stack samples kept: 40 s at one sample per 10 ms."""
 
 LEAVE, FULL, FIRST_MODULE = -1, -2, 64
 """Codes of events: a module call ends; nothing more was recorded in this step. Codes from 0 are
@@ -57,7 +57,7 @@ _UNRECORDED, _NESTED, _OUTERMOST = range(3)
 
 
 class Sample(NamedTuple):
-    """Where the watched thread was, and the lines at which other threads were.
+    """One stack sample: the lines that the watched thread and other threads were running.
 
     Attributes:
         at_ns: time on `time.perf_counter_ns`.
@@ -76,11 +76,11 @@ class StepTape(NamedTuple):
     """The events of one step.
 
     Attributes:
-        number: of the step, from 0.
-        start_ns: its start.
-        end_ns: its end.
+        number: index of the step, from 0.
+        start_ns: start of the step.
+        end_ns: end of the step.
         at_ns: time of each event.
-        codes: what happened, see `FIRST_MODULE`.
+        codes: code of each event; see `FIRST_MODULE`.
     """
 
     number: int
@@ -92,7 +92,7 @@ class StepTape(NamedTuple):
 
 @dataclass(frozen=True)
 class SlowTape:
-    """A slow step with the steps before it.
+    """The recorded events of a slow step and of the steps before it.
 
     Attributes:
         steps: the tapes, the slow step last.
@@ -103,25 +103,25 @@ class SlowTape:
     samples: tuple[Sample, ...]
 
     def of_slow(self) -> list[Sample]:
-        """The samples of the slow step."""
+        """The stack samples taken during the slow step."""
         return [each for each in self.samples if each.at_ns >= self.steps[-1].start_ns]
 
 
 class FlightRecorder:
-    """Holds the slowest steps so far.
+    """Records steps and keeps the slowest ones so far.
 
     Args:
-        keep: steps to keep.
+        keep: number of slow steps to keep.
         now: returns ns on the clock of the steps.
         cpu: returns the CPU time of the thread in ns, in which waits for a core do not count.
 
     Attributes:
-        limit: gives the duration above which a running step is overdue, from the latest durations.
-        samples: latest samples of the stacks.
+        limit: maps the latest durations to the duration above which a running step is overdue.
+        samples: latest stack samples.
         profiling: whether the script's own profiler is running.
         events: events so far.
         spent_ns: CPU time spent between steps.
-        recorded: steps recorded.
+        recorded: number of steps recorded.
         profiled: steps left out because the script's own profiler ran.
         on: whether the current step is recorded.
         depth: levels of nested module calls that are recorded.
@@ -149,7 +149,7 @@ class FlightRecorder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all steps: another kind of step has begun."""
+        """Forget all steps, because the unit of steps has changed, such as to optimizer steps."""
         self._slow: list[tuple[int, int, SlowTape]] = []
         self._last: deque[StepTape] = deque(maxlen=LEAD + 1)
         self._limit_ns, self._next = 0.0, FIRST_LIMIT
@@ -161,7 +161,7 @@ class FlightRecorder:
     # -- events ---------------------------------------------------------------------------------
 
     def slice(self, at_ns: int, code: int) -> None:
-        """Record that a slice began.
+        """Record the start of a slice, such as forward or backward.
 
         Args:
             at_ns: the time.
@@ -177,10 +177,10 @@ class FlightRecorder:
             self._codes.append(FULL)
 
     def enter(self, module: Any, outermost: bool = False) -> bool:
-        """Record the call of a module, unless it is nested too deep or runs in another thread.
+        """Record a module call, unless it is nested too deeply or runs in another thread.
 
         Returns:
-            Whether `leave` has to be called.
+            Whether the caller must call `leave`.
         """
         if threading.get_ident() != self._thread:
             return outermost
@@ -201,7 +201,7 @@ class FlightRecorder:
         """Record the end of the module call that `enter` recorded last.
 
         Returns:
-            Whether it was the outermost call.
+            Whether the module call was the outermost one.
         """
         kind = self._open.pop() if self._open else _UNRECORDED
         if kind != _UNRECORDED:
@@ -210,15 +210,15 @@ class FlightRecorder:
         return kind != _NESTED
 
     def reset(self) -> None:
-        """Forget the open calls, after an exception that skipped their ends."""
+        """Forget open module calls after an exception skipped their `leave` calls."""
         self._open.clear()
 
     def ignore(self) -> None:
-        """Ignore all threads from now on, as in a forked child."""
+        """Ignore calls from all threads from now on; used in forked child processes."""
         self._thread = 0
 
     def _register(self, module: Any) -> int:
-        """The code of a module that is new. It ends with the module, since ids are reused."""
+        """Assign an event code to a module until its deletion, because Python reuses object ids."""
         key = id(module)
         if len(self._names) >= MOST_MODULES:
             return FIRST_MODULE + MOST_MODULES
@@ -237,12 +237,12 @@ class FlightRecorder:
             self._at, self._codes = array("q", (at_ns,)), array("i", (code,))
 
     def finish(self, durations_ns: Sequence[int], start_ns: int, end_ns: int) -> bool:
-        """End a step, and hold it if it is among the slowest.
+        """End a step, and keep it if it is among the slowest.
 
         Args:
-            durations_ns: durations of all steps, with that of this one at the end.
+            durations_ns: durations of all steps, with this step's duration at the end.
             start_ns: start of this step.
-            end_ns: its end.
+            end_ns: end of this step.
 
         Returns:
             Whether recording took so long that the next step should begin only after this call.
@@ -278,11 +278,11 @@ class FlightRecorder:
         return True
 
     def is_overdue(self, now: int) -> bool:
-        """Whether the running step takes long already; other threads may ask."""
+        """Whether the running step exceeds the limit for slow steps; callable from any thread."""
         return 0 < self._limit_ns < now - self._began_ns
 
     def _count(self, took_ns: int) -> None:
-        """Count the cost of a recorded step; record fewer levels where they cost too much."""
+        """Add a step's recording cost; record fewer levels of module calls if it is too high."""
         self.recorded += 1
         self.events += len(self._at)
         self._cost_ns += len(self._at) * self._event_ns + self._step_ns
@@ -292,7 +292,7 @@ class FlightRecorder:
             self._calls = self._span_ns = 0
 
     def _is_outdone(self, took_ns: int) -> bool:
-        """Whether the maximum number of steps is held, and all are at least as slow."""
+        """Whether the recorder is full of steps that took at least `took_ns`."""
         return len(self._slow) >= self.keep + SPARE and self._slow[0][0] >= took_ns
 
     def _hold(self, index: int, took_ns: int, samples: tuple[Sample, ...]) -> None:
@@ -305,7 +305,7 @@ class FlightRecorder:
         return tuple(samples[bisect_left(samples, at_ns, key=itemgetter(0)) :])
 
     def _deepest(self) -> int:
-        """Levels of module calls in the last step."""
+        """Deepest nesting of module calls recorded in the last step."""
         level = deepest = 0
         for code in self._codes:
             level += (code >= FIRST_MODULE) - (code == LEAVE)
@@ -315,13 +315,13 @@ class FlightRecorder:
     # -- afterwards -----------------------------------------------------------------------------
 
     def held(self) -> dict[int, SlowTape]:
-        """The steps held, by number."""
+        """The recordings of the kept steps, by step number."""
         return {index: tape for _, index, tape in self._slow}
 
     def module_names(self) -> list[str]:
-        """Name of each module by its code minus `FIRST_MODULE`: its class, and its place.
+        """Class name and path of each module, indexed by event code minus `FIRST_MODULE`.
 
-        The last is for all modules beyond `MOST_MODULES`.
+        The last name stands for all modules beyond `MOST_MODULES`.
         """
         paths: dict[int, str] = {}
         alive = [reference() for _, reference in self._names]
@@ -335,11 +335,11 @@ class FlightRecorder:
         return [*names, "another module"]
 
     def cost_ns(self) -> float:
-        """Time that recording took in all, in ns."""
+        """Total time that recording took, in ns."""
         return self.events * self._event_ns + self.recorded * self._step_ns + self.spent_ns
 
     def measure_cost(self) -> None:
-        """Measure the time that recording an event takes, and that ending a step takes."""
+        """Measure the time for recording an event, and the time for ending a step."""
         trial, durations = FlightRecorder(1 - SPARE, self._now, self._cpu), array("q", (1,))
         for _ in range(2):
             trial.finish(durations, 0, 1)
@@ -356,7 +356,7 @@ class FlightRecorder:
         self._step_ns = COLD * self._least_ns(step)
 
     def _least_ns(self, call: Callable[[], None]) -> float:
-        """Least time of a call over several repetitions, in ns."""
+        """Shortest time of a call over several repetitions, in ns."""
         found = []
         for _ in range(_REPEATS):
             began = self._now()

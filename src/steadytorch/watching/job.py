@@ -1,4 +1,4 @@
-"""The steps of the other ranks of a job that torchrun started."""
+"""Shares step times between the ranks of a torchrun job."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 DEADLINE_S = 10.0
-"""Longest wait of rank 0 for the times of the others, after its own steps have ended."""
+"""Maximum time that rank 0 waits for the other ranks' times after its own steps have ended."""
 MOST_RANKS = 1024
 Times = dict[str, tuple[float, float]]
 _watches = itertools.count()
 
 
 class Job:
-    """Shares the mean slices of ranks through torchrun's key-value store.
+    """Shares each rank's mean slice times through torchrun's key-value store.
 
-    No rank waits for another, except rank 0 at the end. Without torchrun there is no job.
+    Only rank 0 waits for other ranks, and only at the end. A process without torchrun is a job of
+    one rank.
 
     Args:
         environment: environment variables of the process.
 
     Attributes:
-        rank: this process's rank; 0 without a job.
-        size: number of ranks; 1 without a job.
+        rank: this process's rank; 0 without torchrun.
+        size: number of ranks; 1 without torchrun.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -38,13 +39,13 @@ class Job:
         self._prefix = f"steadytorch/watch/{run}/{next(_watches)}"
 
     def exchange(self, mine: Times) -> tuple[dict[int, Times], str]:
-        """Publish this rank's times; rank 0 collects those of the others.
+        """Publish this rank's slice times; rank 0 collects the other ranks' slice times.
 
         Args:
             mine: mean time of each slice, and its standard error, in ns.
 
         Returns:
-            The times by rank, on rank 0; nothing on others. And what is missing.
+            On rank 0, the times by rank and a remark on missing ranks; empty on other ranks.
         """
         if self.size == 1 or self.size > MOST_RANKS:
             return {}, ""

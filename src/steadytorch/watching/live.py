@@ -1,8 +1,8 @@
-"""One line on standard error that shows how the watched steps run.
+"""A live status line on standard error with the times of the watched steps.
 
-The line is drawn below the cursor, which stays where the script left it, so that the script's next
-output has a line of its own. If the script writes several lines within a second, the second one
-overwrites the live line in part: only a wrapper of its streams could erase the live line in time.
+The status line is drawn below the cursor, so that the script's next output starts on its own line.
+If the script writes several lines within a second, its second line partly overwrites the status
+line. Erasing the status line in time would require wrapping the script's streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ line (CUD); restore the cursor (DECRC). The column is kept throughout."""
 
 
 class LiveLine:
-    """A line below the cursor that is redrawn every second and erased at the end.
+    """A status line below the cursor that is redrawn every second and erased at the end.
 
     Args:
         clock: the steps to show.
@@ -41,17 +41,17 @@ class LiveLine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Erase the line."""
+        """Stop drawing and erase the status line."""
         self._stop.set()
         self._thread.join(1.0)
 
     def draw(self) -> None:
-        """Draw the line below the cursor."""
+        """Draw the status line below the cursor."""
         line = text(self._clock)[: shutil.get_terminal_size().columns - 1]
         print(f"{_ERASE}{_BELOW}{line}{_BACK}", end="", file=sys.stderr, flush=True)
 
     def erase(self) -> None:
-        """Erase the line, if the script wrote at most one line since it was drawn."""
+        """Erase the status line, if the script wrote at most one line since the last `draw`."""
         print(_ERASE, end="", file=sys.stderr, flush=True)
 
     def _run(self) -> None:
@@ -65,7 +65,7 @@ class LiveLine:
 
 
 def text(clock: StepClock) -> str:
-    """The steps so far and the latest 200, in one line."""
+    """Status text: the number of steps so far and the times of the latest 200 steps."""
     recent = clock.durations_ns[-_RECENT:]
     if not recent:
         return "no step yet"

@@ -1,4 +1,4 @@
-"""Makes the result of a watch from what its recorders saw, with the statistics of measurements."""
+"""Builds the result of a watch from its recorded steps, stack samples and telemetry."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def outcome(
     ranks: tuple[dict[int, dict[str, tuple[float, float]]], str] = ({}, ""),
     traces: Path | None = None,
 ) -> Watched:
-    """Make the result of a watch.
+    """Build the result of a watch.
 
     Args:
-        clock: its steps.
-        sampler: the lines seen; None if no step ended.
-        recording: telemetry of the steps; None likewise.
+        clock: the recorded steps.
+        sampler: the sampled lines; None if no step ended.
+        recording: telemetry of the steps; None if no step ended.
         elapsed_ns: time from start to end of the watch.
         error: the exception that ended the watched code.
         optimizers: the optimizers that stepped.
@@ -136,14 +136,14 @@ def outcome(
 
 
 def _stretches(starts: np.ndarray, durations: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of steps without a break between them, as (start, count)."""
+    """Runs of consecutive steps without a gap, as (start of the first step in ns, step count)."""
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + durations[:-1]) + 1
     bounds = [0, *breaks.tolist(), len(starts)]
     return [(int(starts[first]), after - first) for first, after in itertools.pairwise(bounds)]
 
 
 class _Seen:
-    """Steps joined with the lines that were sampled in them."""
+    """Watched steps, joined with the code lines that were sampled during each step."""
 
     def __init__(self, clock: StepClock, sampler: StackSampler) -> None:
         self.starts = np.asarray(clock.starts_ns, dtype=np.int64)
@@ -161,7 +161,7 @@ class _Seen:
         self._place = np.asarray(sampler.places, dtype=np.int64)[inside]
 
     def steady(self, first: int) -> WatchedSteps:
-        """The steps after the warm-up."""
+        """Slice times and sampled lines of the steps after the warm-up."""
         late = self._step >= first
         lines, routine = {}, 0.0
         for place, name in enumerate(SLICES):
@@ -178,14 +178,14 @@ class _Seen:
         return WatchedSteps(slices, lines, routine=float(routine))
 
     def _ranked(self, places: list[int]) -> list[tuple[int, int]]:
-        """Lines and their samples: those of the function seen most first."""
+        """Lines with their sample counts, sorted by the function's count, then by the line's."""
         functions = Counter(self._functions[place] for place in places)
         counts = Counter(places).most_common()
         counts.sort(key=lambda each: (-functions[self._functions[each[0]]], -each[1]))
         return counts[:MOST_LINES]
 
     def lines(self) -> list[LineShare]:
-        """The lines seen most, over all steps."""
+        """The most frequently sampled code lines over all steps."""
         counts = Counter(zip(self._phase.tolist(), self._place.tolist(), strict=True))
         return [
             LineShare(SLICES[phase], self._names[place], count / len(self._step))
@@ -194,7 +194,7 @@ class _Seen:
         ]
 
     def slow(self, measured: Measurement) -> list[SlowStep]:
-        """The slow outliers, slowest first, with their causes."""
+        """The slow outlier steps with their causes, slowest first."""
         slow = [each for each in measured.outliers if each.sample_ns > measured.median_ns]
         slow.sort(key=lambda each: -each.sample_ns)
         held = {} if self._flight is None else self._flight.held()
@@ -211,7 +211,7 @@ class _Seen:
         return found
 
     def _meanwhile(self, tape: SlowTape) -> list[str]:
-        """The lines that other threads ran in a slow step, but not in those before it."""
+        """The line that other threads ran most in a slow step, but not in the steps before it."""
         during = tape.of_slow()
         earlier = tape.samples[: len(tape.samples) - len(during)]
         before = {each for s in earlier for each in s.others}
@@ -226,9 +226,9 @@ class _Seen:
         ]
 
     def _differences(self, step: int, excess: float, tape: SlowTape | None) -> list[str]:
-        """The slices that took longer than usual in a step, and the line seen most in each.
+        """The slices of a step that took longer than usual, each with its most sampled line.
 
-        A flight recorder has more samples of slow steps.
+        Uses the flight recorder's samples if given, because it samples slow steps more often.
         """
         told = []
         for place, column in enumerate(self._slices):
@@ -256,7 +256,7 @@ def _with_traces(
     recording: Recording,
     remarks: list[str],
 ) -> list[SlowStep]:
-    """Write the traces of the slowest steps, and name the files; adds why some are missing."""
+    """Write the traces of the slowest steps and note their paths; remark on missing traces."""
     from steadytorch.watching.tracefile import Names, file_name, write_trace
 
     held, names = flight.held(), Names(flight.module_names(), lines)

@@ -1,8 +1,8 @@
-"""Probes in PyTorch that tell a `StepClock` what runs.
+"""Probes in PyTorch that report module calls, batches and optimizer steps to a `StepClock`.
 
-The code of three functions of PyTorch is replaced in place and put back. The functions stay the
-same objects, so that nothing else notices: torch.compile recognises the module call by identity.
-Replaced code carries the name of PyTorch's file, so that torch.compile skips it as before.
+The code objects of four PyTorch functions are replaced in place, and restored at the end. The
+function objects stay the same, because torch.compile recognises the module call by identity.
+The replacement code keeps PyTorch's file name, so that torch.compile still skips it.
 """
 
 # ruff: noqa: F821 - replaced code finds the globals of PyTorch's modules
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _BEGIN, _END = "__steadytorch_begin__", "__steadytorch_end__"
 _REPEATS, _CALLS, _EVICTED_BYTES = 20, 300, 8 << 20
 """Repetitions of a measurement; back-to-back calls in each, for nested calls; and bytes written
-before each timed call, to evict the probes' code from the caches, as the data of a step do."""
+before each timed call, to evict the probes' code from the caches, as a step's data does."""
 _work = itemgetter(1)
 _COPIES = ("to", "cuda", "copy_")
 _WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
@@ -88,7 +88,7 @@ def _run_whole(*args: Any, **kwargs: Any) -> Any:
 
 
 class Probes:
-    """Probes in PyTorch while installed; `remove` leaves PyTorch as it was.
+    """Installs probes in PyTorch; `remove` restores PyTorch's original code.
 
     Args:
         clock: receives the events.
@@ -134,7 +134,7 @@ class Probes:
             self.watch_tensors()
 
     def watch_tensors(self) -> None:
-        """Time copies and waits too; without a GPU there are none."""
+        """Also time tensor copies and synchronisations, which matter only with a GPU."""
         import torch
 
         for names, phase in ((_COPIES, COPIES), (_WAITS, SYNCHRONISATION)):
@@ -145,7 +145,7 @@ class Probes:
                 self._undo.append(partial(undo[0], torch.Tensor, *undo[1:]))
 
     def remove(self) -> None:
-        """Put PyTorch's own code back."""
+        """Restore PyTorch's original code."""
         while self._undo:
             self._undo.pop()()
 
@@ -158,7 +158,7 @@ class Probes:
         *,
         keep: bool = False,
     ) -> None:
-        """Replace a function's code by a template's, which finds its helpers among the globals."""
+        """Replace a function's code by a template's; add helpers to the function's globals."""
         original = function.__code__
         names = {_BEGIN: begin, _END: end}
         if keep:
@@ -235,7 +235,7 @@ class Probes:
                 self._describe(optimizer)
 
     def _describe(self, optimizer: Any) -> None:
-        """Note how an optimizer updates; of several of a class, the one with most unfused work."""
+        """Record if an optimizer is fused; per class, keep the one with most unfused parameters."""
         groups, cls = optimizer.param_groups, type(optimizer)
         self._seen[id(optimizer)] = weakref.ref(optimizer), len(groups)
         unfused, single = 0, "fused" in optimizer.defaults
@@ -252,7 +252,7 @@ class Probes:
         self._stepped[cls.__name__] = max(self._stepped.get(cls.__name__, found), found, key=_work)
 
     def stepped(self) -> list[SteppedOptimizer]:
-        """The optimizers that stepped, one for each class."""
+        """The optimizers that took a step, one for each class."""
         from steadytorch.findings.watched_steps import SteppedOptimizer
 
         return [SteppedOptimizer(name, *found) for name, found in self._stepped.items()]
@@ -287,7 +287,7 @@ def _recorded(
     begin: Callable[[Any], bool],
     end: Callable[[Any], None],
 ) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
-    """The probes of a module call, with nested calls recorded too."""
+    """Probes of module calls that also pass nested calls to the flight recorder."""
 
     def begin_recorded(module: Any) -> bool:
         if clock.phase != REST and clock.phase != OPTIMIZER:
@@ -303,7 +303,7 @@ def _recorded(
 
 
 def _as_if(code: CodeType, original: CodeType, names: dict[str, str]) -> CodeType:
-    """The code under the original's name and file, with its globals renamed."""
+    """A copy of `code` with the name and file of `original` and with renamed globals."""
     return code.replace(
         co_names=tuple(names.get(name, name) for name in code.co_names),
         co_filename=original.co_filename,
@@ -314,9 +314,9 @@ def _as_if(code: CodeType, original: CodeType, names: dict[str, str]) -> CodeTyp
 
 
 def _hide_from_compiler(file: str) -> None:
-    """Give the code that runs inside a step the name of a file that torch.compile skips.
+    """Set the file name of the probes' code to the name of a file that torch.compile skips.
 
-    torch.compile would otherwise compile the probes' frames where a graph breaks.
+    If the probes kept their own file name, torch.compile would compile them at graph breaks.
     """
     inside = (StepClock, Probes, FlightRecorder)
     functions = [each for kind in inside for each in vars(kind).values()]
@@ -332,18 +332,18 @@ def _moved(code: CodeType, file: str) -> CodeType:
 
 @dataclass(frozen=True)
 class ProbeCost:
-    """Time that the probes add, in ns: to a call within another, and to one that is timed."""
+    """Time in ns that the probes add to a nested module call, and to a timed module call."""
 
     nested_ns: float
     timed_ns: float
 
     def of(self, clock: StepClock) -> float:
-        """Time that the probes of a clock took, in ns."""
+        """Total time that the probes of a clock took, in ns."""
         return clock.events / 2 * self.timed_ns + clock.checks * self.nested_ns
 
 
 def probe_cost() -> ProbeCost:
-    """Measure the cost of the probes on an empty module; none may be installed."""
+    """Measure the cost of the probes on an empty module, while no other probes are installed."""
     import torch
 
     clock, module = StepClock(), torch.nn.Identity()
@@ -380,14 +380,14 @@ class OnImport:
     """Calls a function once PyTorch has been imported, however the script imports it.
 
     Args:
-        do: what to call.
+        do: the function to call.
     """
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do
 
     def install(self) -> None:
-        """Wait for the import; call at once if it has happened."""
+        """Call the function when PyTorch is imported, or at once if PyTorch is imported already."""
         if "torch" in sys.modules:
             self._do()
         else:
@@ -399,7 +399,7 @@ class OnImport:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec that the other finders give, with a loader that reports back."""
+        """PyTorch's import spec, with a loader that calls the function after the import."""
         if name != "torch":
             return None
         self.remove()

@@ -1,4 +1,4 @@
-"""What else goes on in the watched process: other Python threads and debugging modes."""
+"""Samples the other Python threads and the debugging modes of the watched process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from steadytorch.findings.watched_steps import BusyThread, Setting, SteppedOptimizer
 
 INTERVAL_NS = 250_000_000
-"""Time between two looks at the other threads."""
+"""Time in ns between two samples of the other threads."""
 MOST_THREADS = 64
 OURS = "steadytorch-"
-"""How names of our own threads begin."""
+"""Prefix of the names of steadytorch's own threads."""
 
 
 class ProcessSampler:
-    """Samples the process around the watched thread; made in that thread at the first step.
+    """Samples the other threads and the debugging modes of the watched process.
+
+    The sampler is created in the watched thread at the first step.
 
     Args:
         device: `cpu` or a CUDA device.
@@ -44,7 +46,7 @@ class ProcessSampler:
         """Take one sample.
 
         Args:
-            line_of: names the line of the user's code at which a thread is; empty if none.
+            line_of: names the line of the user's code that a thread is running; empty if none.
         """
         self._samples += 1
         self._modes.update(_modes(self._torch, self._device))
@@ -65,11 +67,11 @@ class ProcessSampler:
                 self._lines.setdefault(number, Counter())[line] += 1
 
     def stop(self) -> None:
-        """End the account of the watched thread; called in it."""
+        """End the CPU accounting of the watched thread."""
         self._ended = time.perf_counter_ns(), run_and_wait_ns(self._watched)
 
     def setting(self, optimizers: Iterable[SteppedOptimizer]) -> Setting:
-        """How the process is set up, and what ran in it.
+        """Settings of the process, its CPU shares and its busiest threads.
 
         Args:
             optimizers: the optimizers that stepped.
@@ -90,7 +92,7 @@ class ProcessSampler:
         )
 
     def _account(self, elapsed: int) -> tuple[float | None, float | None]:
-        """Shares of the time off the core, and ready to run without one."""
+        """Shares of elapsed time that the watched thread was blocked, and waited for a core."""
         began, ended = self._began[1], self._ended[1]
         if began is None or ended is None or elapsed <= 0:
             return None, None
@@ -109,7 +111,7 @@ class ProcessSampler:
 
 
 def run_and_wait_ns(thread: int) -> tuple[int, int] | None:
-    """Time that a thread ran, and that it was ready to run without a core; None if unknown.
+    """Time in ns that a thread ran, and that it waited for a CPU core; None if unknown.
 
     Source: "Scheduler Statistics", Linux documentation.
     """
@@ -122,7 +124,7 @@ def run_and_wait_ns(thread: int) -> tuple[int, int] | None:
 
 
 def core_wait_ns(thread: int) -> int:
-    """Time that a thread was ready to run without a core; 0 if unknown."""
+    """Time in ns that a runnable thread waited for a CPU core; 0 if unknown."""
     found = run_and_wait_ns(thread)
     return 0 if found is None else found[1]
 
@@ -139,7 +141,7 @@ def _modes(torch: Any, device: str) -> list[str]:
 
 
 def _cores() -> int:
-    """Cores that this process of the job here may use."""
+    """CPU cores for this process: the usable cores divided by the job's local processes."""
     from steadytorch.device.host import usable_logical_cores
 
     beside = os.environ.get("LOCAL_WORLD_SIZE", "1")

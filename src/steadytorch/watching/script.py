@@ -1,7 +1,7 @@
 """Runs a script or module under a watch: `python -m steadytorch.watching.script`.
 
-`steady run` replaces its own process by this one. The script runs as `__main__` of a process that
-has imported little else; its exit code, streams and signals are its own.
+`steady run` replaces its own process by one that runs this module. The script runs as `__main__`
+in a process with few other imports, and keeps its own exit code, streams and signals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def command(request: dict[str, Any], arguments: list[str]) -> tuple[list[str], d
 
     Args:
         request: `script` or `module`; `json`, `html`, `quiet`, `keep_slow` and `traces`.
-        arguments: of the script.
+        arguments: command-line arguments of the script.
     """
     import subprocess
 
@@ -37,7 +37,7 @@ def command(request: dict[str, Any], arguments: list[str]) -> tuple[list[str], d
 
 
 def main() -> None:
-    """Runs what the request names, then reports."""
+    """Runs the requested script or module under a watch, then writes the report."""
     request = json.loads(os.environ.pop(REQUEST))
     space = ModuleType("__main__")
     space.__dict__["__builtins__"] = __builtins__
@@ -57,7 +57,7 @@ def main() -> None:
             _show(raised)
         raise
     finally:
-        if os.getpid() == owner:  # a child that was forked in the script ends here too
+        if os.getpid() == owner:  # forked children of the script end here too
             _finish(seen, error, request)
 
 
@@ -85,7 +85,7 @@ def _run_module(name: str) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Prints the traceback without our frames; Python then only sets the exit code."""
+    """Prints the traceback without steadytorch's frames, and stops Python from repeating it."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -101,7 +101,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _finish(seen: Watch[Any], error: BaseException | None, request: dict[str, Any]) -> None:
-    """Reports; a failure here is one line, and leaves the script's exit code as it is."""
+    """Writes the report; a failure prints one line and leaves the script's exit code unchanged."""
     try:
         seen.stop(error)
         _write(seen.result, request)
@@ -114,9 +114,9 @@ def _finish(seen: Watch[Any], error: BaseException | None, request: dict[str, An
 
 
 def _write(result: Watched, request: dict[str, Any]) -> None:
-    """Prints the summary on standard error, and writes the files that were asked for.
+    """Prints the summary on standard error, and writes the requested JSON and HTML files.
 
-    Of several ranks, the first prints; the files of the others carry their rank in the name.
+    Only rank 0 prints the summary; other ranks add their rank to the names of their files.
 
     Args:
         result: the watched steps.

@@ -1,4 +1,4 @@
-"""Samples where the watched thread is: the line of the user's code, many times a second."""
+"""Samples which line of the user's code the watched thread is running, many times a second."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 0.05
 MAX_CPU_SHARE = 0.001
-"""Maximum CPU use, as a share of one core; costlier samples become rarer."""
+"""Maximum CPU use of sampling, as a share of one core; costlier samples become rarer."""
 FREE_NS = 10_000_000
-"""CPU time of samples that are taken at full rate all the same: runs of a few seconds get some."""
+"""CPU time in ns of samples that are always taken at full rate, for runs of a few seconds."""
 FLIGHT_INTERVAL_S = 0.025
 FLIGHT_CPU_SHARE = 0.005
-"""The same for a flight recorder, which needs samples of single steps."""
+"""Maximum CPU use with a flight recorder, which needs samples of single steps."""
 OVERDUE_INTERVAL_S = 0.01
-"""Time between samples of a step that takes too long already."""
+"""Time in seconds between samples of a step that exceeds the limit for slow steps."""
 EXTRA_NS, EXTRA_SHARE = 100_000_000, 0.002
-"""Maximum extra CPU time for detecting and sampling such steps: a fixed amount, plus a share of
-the elapsed time."""
+"""Maximum extra CPU time for detecting and sampling overdue steps: a fixed time in ns, plus a share
+of the elapsed time."""
 MOST_SAMPLES = 65_536
-"""When full, every second sample is dropped and the interval doubles."""
+"""Maximum number of samples; when full, every second one is dropped and the interval doubles."""
 SWITCH_S = 0.0005
 """Switch interval of the interpreter, and so the longest wait for its lock, while the script has no
 other Python thread. With the usual 5 ms, most samples would be taken where the watched thread next
@@ -48,7 +48,7 @@ PROMPT_NS = 1_000_000
 and timers are late by less. If the wait is shorter than the switch interval, the watched thread
 ran on until it released the lock by itself, so the sampled line does not count."""
 DEEPEST = 200
-"""Most frames searched for a line of the user's."""
+"""Maximum number of frames searched for a line of the user's code."""
 Line = tuple[str, str, int | None]
 """File, qualified name of the function, and number of a line; None for code without a line."""
 _LINE = attrgetter("f_code.co_filename", "f_code.co_qualname", "f_lineno")
@@ -59,7 +59,7 @@ _WRAPPERS = frozenset(
         *("_fn", "inner", "wrapped", "wrapper"),
     }
 )
-"""Functions of PyTorch that only call another, whose name says more."""
+"""PyTorch functions that only call another function with a more informative name."""
 _ROUTINE = tuple(
     f"torch/{name}.py"
     for name in ("amp/grad_scaler", "nn/functional", "nn/utils/clip_grad", "optim/lr_scheduler")
@@ -70,23 +70,23 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 class StackSampler:
-    """Samples the thread that made it, from a thread of its own.
+    """Samples the stack of the thread that created it, from a separate thread.
 
     Args:
-        clock: the clock of that thread. Its flight recorder gets samples of other threads too, and
-            more of them while a step is slow.
-        process: sampled along; None for the thread alone.
-        interval_s: time between samples, in seconds; None for the usual.
+        clock: the clock of the sampled thread. If it has a flight recorder, other threads are
+            sampled too, and slow steps are sampled more often.
+        process: sampler of the process, run with each sample; None to sample only the thread.
+        interval_s: time between samples, in seconds; None for the default.
 
     Attributes:
         at_ns: time of each sample on `time.perf_counter_ns`.
-        phases: slice at that time, as an index into `clock.SLICES`.
+        phases: slice at the time of each sample, as an index into `clock.SLICES`.
         places: index into `names`, or -1 where no line is the user's.
         names: lines, as `train.py:57 main, in save`.
         functions: the function of each line, in the same order.
         routine: whether each line is in a loss, in clipping or in a learning rate's schedule.
-        process: see above.
-        cpu_ns: CPU time spent.
+        process: the process sampler, or None.
+        cpu_ns: CPU time spent on sampling.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StackSampler:
             self.process.stop()
 
     def forget(self) -> None:
-        """Leave a forked child as it would be without the sampler."""
+        """Restore the switch interval in a forked child, which has no sampler thread."""
         self._switch.restore()
 
     def _run(self) -> None:
@@ -167,8 +167,8 @@ class StackSampler:
 
         Args:
             now: the time.
-            regular: whether it counts for the share of the time that a line takes.
-            prompt: whether the thread is still where it was at the time asked for.
+            regular: whether the sample counts towards the time shares of lines.
+            prompt: whether the sample was taken on time, so that its line counts.
         """
         phase = self._clock.phase
         place = self._place(stack_of(self._watched))
@@ -191,7 +191,7 @@ class StackSampler:
         return "" if place < 0 else self.names[place]
 
     def _others(self) -> tuple[tuple[str, int], ...]:
-        """Name and line of the other threads that are in the user's code."""
+        """Name and line of each other thread that is running the user's code."""
         ours = self._watched, threading.get_ident()
         places = (
             (thread.name, self._place(stack_of(thread.ident)))
@@ -227,14 +227,14 @@ class StackSampler:
 class SwitchInterval:
     """Shortens the interpreter's switch interval while the script has only one Python thread.
 
-    If the script sets an interval itself, that one is kept.
+    A switch interval that the script sets itself is kept.
     """
 
     def __init__(self) -> None:
         self._found_s: float | None = None
 
     def shorten(self, *, alone: bool) -> bool:
-        """Shorten the interval, or put it back; whether it is short.
+        """Shorten the switch interval if `alone`, else restore it; return whether it is short.
 
         Args:
             alone: whether the script has no Python thread beside the watched one.
@@ -247,26 +247,26 @@ class SwitchInterval:
         return sys.getswitchinterval() <= SWITCH_S
 
     def restore(self) -> None:
-        """Put the interval back."""
+        """Restore the original switch interval."""
         if self._found_s is not None and abs(sys.getswitchinterval() - SWITCH_S) < 1e-6:
             sys.setswitchinterval(self._found_s)
         self._found_s = None
 
 
 def is_alone() -> bool:
-    """Whether the script has one Python thread."""
+    """Whether the script has only one Python thread, not counting steadytorch's threads."""
     return sum(not each.name.startswith(OURS) for each in threading.enumerate()) <= 1
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's: not of Python, an installed package or steadytorch."""
+    """Whether a file is user code, not part of Python, an installed package or steadytorch."""
     return not (
         file.startswith(("<", _OURS, *_LIBRARIES)) or "site-packages" in file or "torch/nn" in file
     ) or file.startswith("<ipython-input")
 
 
 def _function(qualified: str) -> str:
-    """Name of the function that a comprehension, generator or lambda stands in; else its own."""
+    """Qualified name without trailing parts such as `<lambda>`, `<listcomp>` or `<locals>`."""
     parts = qualified.split(".")
     while len(parts) > 1 and parts[-1].startswith("<"):
         parts.pop()
@@ -282,15 +282,16 @@ def _named(line: Line, called: str) -> str:
 
 
 def stack_of(thread: int) -> list[Line]:
-    """File, function and line of each call in another thread, the innermost first.
+    """File, function and line of each frame in another thread's stack, innermost first.
 
-    In Python 3.11, making a frame object may start a garbage collection. Its callbacks let the
-    other thread run on, and the frame object then points to freed memory (CPython issue 97002). So
-    the collector is disabled meanwhile. Disabling it, reading the frames and enabling it again are
-    one call in C, so no other thread runs in between and sees the collector disabled.
+    In Python 3.11, creating a frame object may start a garbage collection. Garbage collection
+    callbacks let the other thread continue, and the frame object then points to freed memory
+    (CPython issue 97002). The garbage collector is therefore disabled while frames are read. A
+    single call in C disables the collector, reads the frames and enables the collector again, so no
+    other thread sees it disabled.
 
     Args:
-        thread: its identity, as `threading.get_ident` gives it.
+        thread: identity of the thread, as `threading.get_ident` returns it.
     """
     found: list[Line] = []
     enabled: list[bool] = []

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from steadytorch.device.recording import Recording
 
 _AHEAD_NS = 1_000
-"""Time before the first event, since a time of zero counts as missing."""
+"""Time in ns before the first event, because a timestamp of zero counts as missing."""
 _MAIN, _OTHERS = 1, 2
-"""Threads in the file: the watched one, and the first of the others."""
+"""Thread ids in the trace: of the watched thread, and of the first other thread."""
 
 
 class Range(NamedTuple):
@@ -35,14 +35,14 @@ class Range(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of what a tape refers to by number: modules, and lines of the user's code."""
+    """Names of the modules and user code lines that a recorded step refers to by number."""
 
     modules: Sequence[str]
     lines: Sequence[str]
 
 
 def file_name(index: int, rank: str = "0") -> str:
-    """Name of the trace of a step."""
+    """File name of the trace of a step."""
     return f"step-{index}.json.gz" if rank == "0" else f"step-{index}.rank{rank}.json.gz"
 
 
@@ -61,7 +61,7 @@ def write_trace(
         slow: the recorded steps.
         names: names of modules and lines.
         recording: telemetry, whose garbage collections are shown.
-        what: what differed in the slow step, one line each.
+        what: differences of the slow step from usual steps, one line each.
         job: `rank` and `world_size`, written as PyTorch's profiler does; None outside of a job.
 
     Raises:
@@ -108,12 +108,12 @@ def write_trace(
 
 
 def _text(name: str) -> str:
-    """The name as UTF-8, which names of files need not be."""
+    """The name, with characters replaced that UTF-8 cannot encode; file names may contain them."""
     return name.encode("utf-8", "replace").decode()
 
 
 def _of_step(step: StepTape, modules: Sequence[str]) -> Iterator[Range]:
-    """The step itself, its parts and the module calls in it."""
+    """The trace ranges of a step, its slices and its module calls."""
     yield Range(f"ProfilerStep#{step.number}", step.start_ns, step.end_ns)
     parts = list(PARTS)
     part, since = -1, step.start_ns
@@ -135,9 +135,9 @@ def _of_step(step: StepTape, modules: Sequence[str]) -> Iterator[Range]:
 
 
 def _lines(slow: SlowTape, lines: Sequence[str]) -> Iterator[Range]:
-    """Lines seen by sampling, of all threads.
+    """The trace ranges of the sampled code lines of all threads.
 
-    A line of the watched thread lasts until the next sample or event, so that ranges nest.
+    A line's range in the watched thread ends at the next sample or event, so that ranges nest.
     """
     edges = sorted({at for step in slow.steps for at in (*step.at_ns, step.end_ns)})
     last = slow.steps[-1].end_ns
@@ -153,13 +153,13 @@ def _lines(slow: SlowTape, lines: Sequence[str]) -> Iterator[Range]:
 
 
 def _other_threads(slow: SlowTape) -> dict[int, str]:
-    """The other threads that were seen, by their number in the file."""
+    """Names of the other sampled threads, by their thread id in the trace."""
     names = dict.fromkeys(name for sample in slow.samples for name, _ in sample.others)
     return dict(enumerate(names, _OTHERS))
 
 
 def _collections(slow: SlowTape, recording: Recording) -> Iterator[Range]:
-    """Garbage collections during the steps."""
+    """The trace ranges of garbage collections during the recorded steps."""
     begin, end = slow.steps[0].start_ns, slow.steps[-1].end_ns
     every = zip(
         recording.gc_start_ns, recording.gc_duration_ns, recording.gc_generation, strict=True

@@ -1,4 +1,4 @@
-"""Watches the steps of the code that runs inside a `with` block."""
+"""Watches the steps of code that runs inside a `with` block or a loop."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Watch(Generic[T]):
     """Watches steps while active: `with steady.watch() as seen: train()`, then `seen.result`.
 
     With a loader, `for batch in steady.watch(loader):` watches the loop, and each iteration is a
-    step. Without one, a step ends with an optimizer's step; without optimizers, with a batch of a
-    `DataLoader`; without these, with a model's call.
+    step. Without a loader argument, each optimizer step ends a step of the watch. In code without
+    optimizers, each batch of a `DataLoader` ends a step, or else each call of a model.
 
     Args:
         loader: what to iterate over; None for a `with` block.
         live: whether to show a live line; None shows it if standard error is a terminal.
-        keep_slow: number of slow steps whose traces are kept, the slowest; at most 1,000. They are
-            written at the end.
+        keep_slow: number of slowest steps whose traces are kept, at most 1,000. Traces are written
+            at the end.
         traces: folder for these traces, `.json.gz` for `steady explain`; made if needed.
 
     Raises:
@@ -144,7 +144,7 @@ class Watch(Generic[T]):
             self._line.start()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop watching; what an exception ended is kept.
+        """Stop watching; steps before an exception are kept.
 
         Args:
             error: the exception that ended the watched code.
@@ -169,7 +169,7 @@ class Watch(Generic[T]):
 
     @property
     def result(self) -> Watched:
-        """Where time and variability of the steps went.
+        """The result: where the steps spent their time, and why their times varied.
 
         Raises:
             UsageError: the watched code still runs, or never started.
@@ -193,13 +193,13 @@ class Watch(Generic[T]):
         return self._result
 
     def _repr_html_(self) -> str:
-        """The result for a notebook."""
+        """The result as HTML, for display in a notebook."""
         from steadytorch.report.notebook import as_html
 
         return "<p>watching ...</p>" if self._on else as_html(self.result)
 
     def _record(self) -> None:
-        """Start the recorders at the first step: what comes before is set-up."""
+        """Start the recorders at the first step, because earlier work is only set-up."""
         from steadytorch.device.recorder import Recorder
         from steadytorch.watching.process import ProcessSampler
 
@@ -233,7 +233,7 @@ def watch(
     Args:
         loader: what to iterate over; None for a `with` block.
         live: whether to show a live line; None shows it if standard error is a terminal.
-        keep_slow: number of slow steps whose traces are kept, the slowest; at most 1,000.
+        keep_slow: number of slowest steps whose traces are kept, at most 1,000.
         traces: folder for these traces, made if needed.
 
     Raises:
@@ -243,10 +243,10 @@ def watch(
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to.
+    """Check that a folder for traces can be created and written to.
 
     Raises:
-        UsageError: likewise.
+        UsageError: the folder cannot be created or written to.
     """
     try:
         existing = next(each for each in (folder, *folder.parents) if each.exists())
@@ -259,12 +259,12 @@ def check_folder(folder: Path) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether standard error is a terminal that moves its cursor."""
+    """Whether standard error is a terminal that supports cursor movement."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def forget_in_child() -> None:
-    """Stop the watch of a parent in its forked child, which has no recorders."""
+    """Stop the parent's watch in a forked child process, which has no recorder threads."""
     for each in _active:
         each.clock.ignore()
         if each._sampler is not None:

@@ -1,1 +1,1 @@
-"""Workloads: what to run, loading, bundled models, and signatures of inputs."""
+"""Workloads: models with their inputs, loading, bundled models and input signatures."""

@@ -1,4 +1,4 @@
-"""Copying the containers among a call's arguments, and detecting writes to them."""
+"""Copies the containers in a call's arguments, and detects writes to the copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAT = (torch.Tensor, *CONSTANTS)
 
 
 def holds_containers(values: Iterable[Any]) -> bool:
-    """Whether these arguments hold a container that a call could write to, even inside tuples."""
+    """Whether arguments hold a container that a call could write to, even inside tuples."""
     for value in values:
         if isinstance(value, tuple):
             if holds_containers(value):
@@ -32,14 +32,15 @@ def holds_containers(values: Iterable[Any]) -> bool:
 
 
 class BorrowedArguments:
-    """Arguments with copied containers, so that a call's writes to them can be held back.
+    """Arguments with copied containers, so that a call's writes do not reach the originals.
 
-    Tensors are shared, or converted by `convert`. Lists, deques and dictionaries are copied. Other
-    containers known to PyTorch's pytree are rebuilt; writes to them cannot be passed on.
+    Tensors are not copied, only converted if `convert` is given. Lists, deques and dictionaries are
+    copied. Other containers that PyTorch's pytree can flatten are rebuilt; writes to rebuilt
+    containers cannot be applied to the originals.
 
     Args:
         arguments: arguments with any nesting.
-        convert: maps each tensor; None to share them.
+        convert: converts each tensor; None to share the tensors.
 
     Attributes:
         arguments: the arguments with copied containers.
@@ -61,11 +62,11 @@ class BorrowedArguments:
         )
 
     def give_back(self, result: Any = None, convert: Convert | None = None) -> Any:
-        """Applies writes to the copies to the original containers.
+        """Applies a call's writes from the copied containers to the original containers.
 
         Args:
             result: result of the call.
-            convert: maps each tensor that the call returned or stored; None to keep them.
+            convert: converts each tensor that the call returned or stored; None for no conversion.
 
         Returns:
             The result, with copied containers and converted tensors replaced by their originals.
@@ -125,7 +126,7 @@ class BorrowedArguments:
         self._alive += [original, made]
 
     def _restored(self, value: Any, convert: Convert | None) -> Any:
-        """A value with copies replaced by their originals."""
+        """A value with copied containers and converted tensors replaced by their originals."""
         if id(value) in self._originals:
             return self._originals[id(value)]
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Workloads from the user's code: import it, call its factory, and report errors."""
+"""Loads workloads from the user's code: imports the code, calls its factory and reports errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _IMPORTING = RLock()  # a factory may load another workload
 
 
 def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
-    """Calls `path/to/file.py:factory` or `package.module:factory`.
+    """Calls the factory named as `path/to/file.py:factory` or `package.module:factory`.
 
     The file's folder (for a module, the working directory) is on `sys.path` while the code is
-    imported and the factory runs. Modules that were importable only that way are pickled by value
-    from then on, so that a worker that cannot import them can open the workload.
+    imported and the factory runs. Modules importable only from that folder are later pickled by
+    value, so that worker processes can open the workload without importing them.
 
     Args:
         spec: the user's text, with a colon.
@@ -68,7 +68,7 @@ def call_factory(spec: str, batch: int | None, train: bool) -> Workload:
 
 
 def explain_missing_factory(source: str) -> NoReturn:
-    """Raises the error for a path without a factory name."""
+    """Raises an error for a path that is given without a factory name."""
     if not Path(source).is_file():
         raise MissingWorkloadError(f"file not found: {source} (looked up from {os.getcwd()})")
     raise UsageError(f"{source} needs a factory name: use {source}:factory; {_RETURNS}")
@@ -127,7 +127,7 @@ def _find(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def _arguments(factory: Callable[..., Any], spec: str, batch: int | None) -> dict[str, Any]:
-    """Keyword arguments for the factory; raises if it takes no batch or needs other arguments."""
+    """Keyword arguments for a factory; raises if it cannot take `batch` or needs others."""
     arguments = {} if batch is None else {"batch": batch}
     try:
         signature = inspect.signature(factory)
@@ -180,9 +180,9 @@ def _workload(result: Any, spec: str, train: bool) -> Workload:
 
 @contextlib.contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Puts a folder on `sys.path`; modules importable only from there are then pickled by value.
+    """Puts a folder on `sys.path`; modules importable only from that folder are pickled by value.
 
-    Threads take turns, since each compares `sys.modules` before and after.
+    A lock serialises threads, because each block compares `sys.modules` before and after.
     """
     with _IMPORTING:
         before = set(sys.modules)
@@ -200,7 +200,7 @@ def _importable(directory: Path) -> Iterator[None]:
 
 
 def _only_from(directory: Path, module: ModuleType) -> bool:
-    """Whether a module's file is in `directory` and the module is not importable without it."""
+    """Whether a module can be imported only from `directory`."""
     file = getattr(module, "__file__", None)
     if not file or not Path(file).resolve().is_relative_to(directory):
         return False
@@ -209,7 +209,7 @@ def _only_from(directory: Path, module: ModuleType) -> bool:
 
 
 def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
-    """Paths of a module's code; empty if the module was not found."""
+    """Paths of a module's files or package folders; empty if the module was not found."""
     if spec is None:
         return ()
     paths = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
@@ -217,7 +217,7 @@ def _places(spec: ModuleSpec | None) -> tuple[str, ...]:
 
 
 def _as_module(path: Path, name: str) -> str:
-    """Advice for a file with relative imports: how to name its factory as a module."""
+    """Advice for a file with relative imports: how to name its factory by module."""
     parts, folder = [path.stem], path.parent
     while not parts[1:] or (folder / "__init__.py").is_file():
         parts, folder = [folder.name, *parts], folder.parent
@@ -249,7 +249,7 @@ def _reported(spec: str, way_out: str = "") -> Iterator[None]:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """The traceback within the user's code, one line per frame, shortened in the middle."""
+    """Traceback of the user's code, one line per frame, with the middle of long tracebacks cut."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

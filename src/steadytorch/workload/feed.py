@@ -1,4 +1,4 @@
-"""Feeding a workload from a loader: one batch per step, moved to the device, endlessly."""
+"""Feeds a workload from a data loader: endless batches, one per step, moved to the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from steadytorch.workload.signature import CONSTANTS, map_tensors
 TargetLoss = Callable[..., torch.Tensor]
 
 _MARK = "DataLoader"
-"""Name of the profiler range for waiting; the ranges of `torch.utils.data` contain it too."""
+"""Name of the profiler range for loader waits; `torch.utils.data` uses it in its ranges too."""
 _END = object()
 
 
 class Batch(NamedTuple):
-    """The arguments of one step.
+    """The model's inputs and the loss's targets of one step.
 
     Attributes:
         inputs: positional arguments of the model.
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from a mapping, a tuple, a list or a single value."""
+    """Converts a mapping, a tuple, a list or a single value to positional and keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     if isinstance(given, list):
@@ -90,9 +90,9 @@ def first_batch(loader: Any, supervised: bool) -> Batch:
 
 
 class Targeted(nn.Module):
-    """A loss with the targets of one batch bound, so that it takes only the output.
+    """A loss with the targets of one batch bound, so that it takes only the model's output.
 
-    A module, so that the targets are moved and converted with it.
+    The class is an `nn.Module`, so that `Module.to` also moves and converts the targets.
 
     Args:
         loss: maps the model's output and the targets to a scalar tensor.
@@ -104,7 +104,7 @@ class Targeted(nn.Module):
         self.loss, self.targets = loss, targets
 
     def forward(self, output: Any) -> torch.Tensor:
-        """The loss of an output for these targets."""
+        """The loss of a model's output for the bound targets."""
         return self.loss(output, *self.targets)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Targeted:
@@ -114,11 +114,11 @@ class Targeted(nn.Module):
 
 @dataclass(frozen=True)
 class Feed:
-    """The source of a workload's batches.
+    """A data loader as the source of a workload's batches.
 
     Attributes:
         loader: an iterable of batches that can be iterated repeatedly.
-        on_host: whether its batches hold tensors in host memory.
+        on_host: whether the loader's batches hold tensors in host memory.
     """
 
     loader: Iterable[Any]
@@ -129,8 +129,8 @@ class Feed:
     ) -> Iterator[Batch]:
         """Endless batches, each moved to the device by a plain `.to(device)`.
 
-        Batches with other shapes, layouts or constants than the example, such as a short last one,
-        are skipped, so that all steps have one signature.
+        Batches with other shapes, layouts or constants than the example, such as a short last
+        batch, are skipped, so that all steps have the same signature.
 
         Args:
             example: a batch with the required signature; its targets and device are ignored.
@@ -145,7 +145,10 @@ class Feed:
 
 
 class _Batches(Iterator[Batch]):
-    """See `Feed.batches`. Not a generator, whose frame would keep the last batch alive."""
+    """The iterator that `Feed.batches` returns.
+
+    The iterator is a class, because a generator's frame would keep the last batch alive.
+    """
 
     def __init__(
         self, loader: Iterable[Any], example: Batch, device: torch.device, supervised: bool
@@ -185,7 +188,7 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two sets of arguments have the same signature, ignoring devices."""
+    """Whether two nested arguments have the same signature, ignoring devices."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

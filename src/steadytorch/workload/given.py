@@ -1,4 +1,4 @@
-"""Checking what callers pass as a workload, before anything is run."""
+"""Checks the workload that a caller passes, before anything is run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _instead(given: Any) -> str:
 
 
 def with_values(workload: Workload) -> Workload:
-    """Returns the workload if all its tensors hold values.
+    """Returns the workload if all its tensors hold values, unlike meta or fake tensors.
 
     Raises:
         UsageError: a tensor holds no values; the message names it and what to do.
@@ -68,7 +68,7 @@ def _tensors_of(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _no_values(tensor: torch.Tensor) -> str | None:
-    """Why a tensor holds no values and what to do; None if it holds values."""
+    """Reason why a tensor holds no values, with advice; None if it holds values."""
     if isinstance(tensor, FakeTensor):
         return "is a fake tensor, which holds no values: create it outside FakeTensorMode"
     if is_lazy(tensor):

@@ -1,4 +1,4 @@
-"""Loading a `Workload` from the user's text: a model name or a factory, and inputs."""
+"""Loads a `Workload` from a model name or a factory, with optional input shapes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def load_workload(
         inputs: replacements for all positional inputs, as `64x3x224x224` or
             `64x3x224x224:float32`. The default dtype is that of the replaced input. Floats are
             standard normal; integers are below the size of the model's first embedding. The decoder
-            of a named encoder-decoder gets the first one's shape.
+            input of a named encoder-decoder gets the shape of the first input.
         device: device of the model and the inputs, such as `cpu` or `cuda:1`.
         train: whether to build a training step: cross-entropy against fixed random targets, SGD
-            with momentum. A factory provides its own with `Workload.training`.
+            with momentum. A factory provides its own step with `Workload.training`.
         seed: seed of weights, inputs and targets; the caller's random state is restored.
 
     Returns:
@@ -142,7 +142,7 @@ def _device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds torch within the block and restores the caller's generators afterwards."""
+    """Seeds torch within the block and restores the caller's random states afterwards."""
     if device.type == "cuda" or torch.cuda.is_initialized():
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
@@ -156,7 +156,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One input as typed by the user; without a dtype it has that of the input it replaces."""
+    """Shape and dtype of one input as typed by the user; dtype None means the replaced input's."""
 
     text: str
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ class _Layout:
         return cls(text, sizes, None if dtype is None else _DTYPES[dtype])
 
     def draw(self, dtype: torch.dtype, bound: int, generator: torch.Generator) -> torch.Tensor:
-        """A random tensor of this shape; integers are below `bound` and fit their dtype."""
+        """A random tensor with the layout's shape; integers are below `bound` and fit the dtype."""
         try:
             if dtype.is_floating_point or dtype.is_complex:
                 drawn_as = dtype if dtype.itemsize > 4 else torch.float32
@@ -197,7 +197,7 @@ class _Layout:
 def _with_inputs(
     workload: Workload, layouts: Sequence[_Layout], generator: torch.Generator
 ) -> Workload:
-    """The workload with its positional inputs replaced, if the user gave any."""
+    """The workload with random positional inputs of the given layouts, if there are any layouts."""
     if not layouts:
         return workload
     if workload.feed is not None:
@@ -218,7 +218,7 @@ def _with_inputs(
 
 
 def _vocabulary(module: nn.Module | None) -> int:
-    """Number of values for integer inputs: the size of the first embedding, else two."""
+    """Upper bound of random integer inputs: the size of the model's first embedding, else 2."""
     for part in module.modules() if module is not None else ():
         if isinstance(part, nn.Embedding):
             return part.num_embeddings

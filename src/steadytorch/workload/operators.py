@@ -20,7 +20,7 @@ _MOVE = "move its registration to a module that a worker process can import with
 
 
 def of_scripts(is_importable: Callable[[str], bool]) -> list[CustomOpDef]:
-    """Custom operators that a worker process cannot import.
+    """Lists the registered custom operators that a worker process cannot import.
 
     Args:
         is_importable: whether a worker can import a module, by name.
@@ -31,7 +31,7 @@ def of_scripts(is_importable: Callable[[str], bool]) -> list[CustomOpDef]:
 def reduced(
     operator: CustomOpDef | OpOverload | OpOverloadPacket, is_importable: Callable[[str], bool]
 ) -> tuple[Any, ...]:
-    """Pickle reduction of an operator: by name if a worker can import it, else by its functions.
+    """Pickle reduction of an operator: by name if workers can import it, else by its functions.
 
     Raises:
         UsageError: the operator has rules for tensor subclasses, as Triton operators have.
@@ -57,7 +57,7 @@ def reduced(
 
 
 def explained(error: BaseException) -> BaseException:
-    """The error, or a clearer one if it says that an operator is not registered here."""
+    """The given error, or a clearer one if an operator is not registered in this process."""
     found = _MISSING.search(str(error)) if isinstance(error, AttributeError) else None
     if found is None:
         return error
@@ -68,7 +68,8 @@ def explained(error: BaseException) -> BaseException:
 def load_libraries(paths: set[str]) -> None:
     """Loads operator libraries that this process has not loaded yet.
 
-    Libraries that fail to load are skipped; a call that needs one names the missing operator.
+    Libraries that fail to load are skipped; a later call of a missing operator raises an error
+    with its name.
     """
     for path in sorted(paths - torch.ops.loaded_libraries):
         with contextlib.suppress(OSError):
@@ -80,7 +81,7 @@ def _home(operator: CustomOpDef) -> str:
 
 
 def _kernel(kept: Callable[..., Any]) -> Callable[..., Any]:
-    """The registered function, taken out of PyTorch's wrapper."""
+    """The function that the user registered, unwrapped from PyTorch's wrapper."""
     wrapper = inspect.unwrap(kept)
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
     return cells["fn"].cell_contents

@@ -42,18 +42,19 @@ def save(workload: Workload, path: Path) -> None:
 
 
 def load(path: Path) -> Workload:
-    """Opens a file written by `save` in a worker. Runs code: only for files just written here.
+    """Loads, in a worker process, a workload that `save` wrote.
 
-    Code pickled by value gets a module of its name in `sys.modules`, even for `__main__`, because
-    `torch.compile` looks up the globals of inlined functions there.
+    Unpickling runs code, so load only files that steadytorch has just written. Code pickled by
+    value gets a module in `sys.modules`, even for `__main__`, because `torch.compile` looks up
+    globals of inlined functions there.
     """
     return torch.load(path, weights_only=False, pickle_module=_Pickle)[1]
 
 
 def modules_of(workload: Workload) -> list[str]:
-    """Names of the modules that `load` will import for the model's layers, sorted.
+    """Sorted names of the modules that `load` will import for the model's layers.
 
-    Workers import them ahead, since importing a model library takes seconds.
+    Workers import these modules in advance, because importing a model library takes seconds.
     """
     layers = () if workload.module is None else workload.module.modules()
     named = {type(layer).__module__ for layer in layers}
@@ -62,11 +63,11 @@ def modules_of(workload: Workload) -> list[str]:
 
 
 class _Home(types.ModuleType):
-    """A module for code that was pickled by value."""
+    """A substitute module for code that was pickled by value."""
 
 
 def _home(name: str) -> types.ModuleType | None:
-    """The module for code pickled by value, created if missing; None if it can be imported."""
+    """The substitute module for code pickled by value; None if `name` can be imported instead."""
     module = sys.modules.get(name)
     if isinstance(module, _Home):
         return module
@@ -77,7 +78,7 @@ def _home(name: str) -> types.ModuleType | None:
 
 
 def find_anew(name: str) -> ModuleSpec | None:
-    """The spec that a first import of a top-level module would find, ignoring `sys.modules`."""
+    """The import spec that a fresh import of a top-level module finds, ignoring `sys.modules`."""
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
     return next((spec for f in finders if (spec := f.find_spec(name, None))), None)
 
@@ -86,8 +87,8 @@ def find_anew(name: str) -> ModuleSpec | None:
 def _by_value() -> Iterator[None]:
     """Within the block, code that a worker cannot import is pickled by value.
 
-    This covers the script in a process that it spawned (`__mp_main__`), and modules created in
-    memory or loaded from a file.
+    Code pickled by value includes the script in a spawned process (`__mp_main__`), and modules
+    created in memory or loaded from a file.
     """
     before = cloudpickle.list_registry_pickle_by_value()
     try:
@@ -159,7 +160,7 @@ class _Libraries:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles by value code that a worker process cannot import.
+    """Pickles code by value if a worker process cannot import it.
 
     Modules of a custom type, such as `torch.backends.cudnn`, are pickled by name.
     """
@@ -181,7 +182,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _can_pickle(operator: CustomOpDef) -> bool:
-    """Whether an operator can be pickled; others are skipped, as the workload may not use them."""
+    """Whether an operator can be pickled; `save` skips others, as workloads may not use them."""
     try:
         _Pickler(io.BytesIO()).dump(operator)
     except Exception:

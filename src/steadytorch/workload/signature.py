@@ -1,4 +1,4 @@
-"""Signatures: the form of inputs in keys and plans (shapes, dtypes, strides and devices)."""
+"""Signatures of inputs: shapes, dtypes, strides and devices, as used in keys and plans."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from steadytorch.results.signature import Leaf, Signature
 from steadytorch.workload.opened import opened, plainly_flat
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types that leaves of the arguments may have besides tensors."""
+"""Types that leaves of a call's arguments may have besides tensors."""
 MOST_NESTINGS = 256
-"""Nestings of plain arguments whose description is kept."""
+"""Maximum number of argument nestings whose description is cached."""
 _nestings: dict[tuple[Any, ...], tuple[list[str], str]] = {}
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Applies `function` to each tensor in nested containers and returns the same structure.
 
-    Common containers take a fast path that Dynamo can trace. PyTorch's pytree takes tens of
-    microseconds for a few nested containers.
+    Common containers take a fast path that Dynamo can trace. The slower path, PyTorch's pytree,
+    takes tens of microseconds for a few nested containers.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -52,7 +52,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The relevant strides: those of dimensions longer than 1; none for an empty tensor."""
+    """Strides of the dimensions longer than 1; empty for tensors without elements or strides."""
     if tensor.layout != torch.strided or not tensor.numel():
         return ()
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

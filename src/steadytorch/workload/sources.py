@@ -1,6 +1,6 @@
-"""Models of other libraries by prefix, with random weights and inputs from the model's config.
+"""Loads torchvision, timm and transformers models, with random weights and matching inputs.
 
-Nothing is downloaded. A library is imported only when a model of it is loaded.
+Nothing is downloaded. A library is imported only when one of its models is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTORY = "write a factory that returns (model, inputs), and pass file.py:facto
 def load(prefix: str, name: str, batch: int, generator: torch.Generator) -> Workload:
     """Loads an inference workload on the CPU, named `prefix:name`, with its model in eval mode.
 
-    Weights come from torch's global generator, inputs from `generator`.
+    Weights are drawn from torch's global generator, and inputs from `generator`.
 
     Args:
         prefix: one of `PREFIXES`.
@@ -47,7 +47,7 @@ def load(prefix: str, name: str, batch: int, generator: torch.Generator) -> Work
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Near matches of an unknown word as " (did you mean ...?)", or ""."""
+    """Close matches of an unknown word as " (did you mean ...?)"; "" without close matches."""
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -68,7 +68,7 @@ def _library(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _building(spec: str) -> Iterator[None]:
-    """Converts a library's exceptions to a `UsageError` of one line."""
+    """Converts exceptions from building a library's model to a `UsageError` of one line."""
     try:
         yield
     except Exception as error:
@@ -76,7 +76,7 @@ def _building(spec: str) -> Iterator[None]:
 
 
 def _images(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:
-    """Standard normal values in the dtype of the model's weights."""
+    """Random images: standard normal values in the dtype of the model's weights."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return torch.randn(shape, generator=generator).to(next(dtypes, torch.float32))
 
@@ -201,7 +201,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Disables hub access within the block, since some configurations refer to files there."""
+    """Disables Hugging Face Hub access in the block, as some configurations refer to hub files."""
     constants: Any = _library("huggingface_hub.constants")
     found = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
@@ -212,7 +212,7 @@ def _offline() -> Iterator[None]:
 
 
 def _weight_bytes(build: Callable[[], nn.Module]) -> int:
-    """Size of the weights in bytes, from a build on the meta device; 0 if that fails."""
+    """Size of a model's weights in bytes, from building it on the meta device; 0 if that fails."""
     try:
         with torch.device("meta"):
             return sum(p.numel() * p.element_size() for p in build().parameters())

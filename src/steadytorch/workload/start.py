@@ -1,6 +1,7 @@
 """Saving and restoring the state of a training workload.
 
-Each step changes the weights. Steps that are compared or timed must start from the same ones.
+Each training step changes the weights. Training steps that are compared or timed must start from
+the same weights.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from steadytorch.workload.workload import Workload
 
 
 def with_optimizer(workload: Workload) -> Workload:
-    """The same training workload with its optimizer created and its state on the model's device.
+    """The training workload with its optimizer created, and optimizer state on the model's device.
 
     Args:
-        workload: a training workload; others are returned unchanged.
+        workload: a training workload; inference workloads are returned unchanged.
     """
     if workload.training_step is None:
         return workload
@@ -32,7 +33,7 @@ def with_optimizer(workload: Workload) -> Workload:
 
 
 def optimizer_of(workload: Workload) -> torch.optim.Optimizer:
-    """The optimizer of a workload from `with_optimizer`."""
+    """The optimizer of a workload that `with_optimizer` returned."""
     assert workload.training_step is not None
     optimizer = workload.training_step.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -40,7 +41,7 @@ def optimizer_of(workload: Workload) -> torch.optim.Optimizer:
 
 
 def modules_of(workload: Workload) -> dict[str, nn.Module]:
-    """The modules of a step by name prefix: "" for the model, "loss:" for the loss."""
+    """The modules of a training step by name prefix: "" for the model, "loss:" for the loss."""
     loss = None if workload.training_step is None else workload.training_step.loss
     pairs = (("", workload.untouched), ("loss:", loss))
     return {prefix: module for prefix, module in pairs if isinstance(module, nn.Module)}
@@ -75,7 +76,8 @@ def buffers_of(workload: Workload) -> dict[str, Tensor]:
 class Start:
     """Weights, buffers and optimizer state of a training workload, copied to host memory.
 
-    Plain attributes of modules and random states are not included. For inference nothing is copied.
+    Plain attributes of modules and random states are not copied. For an inference workload,
+    nothing is copied.
 
     Args:
         workload: as returned by `with_optimizer`.
@@ -91,9 +93,9 @@ class Start:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores everything in place and drops gradients.
+        """Restores weights, buffers and optimizer state in place, and drops gradients.
 
-        A buffer is replaced only if its shape or dtype has changed.
+        A buffer is replaced only if it was removed, or its shape or dtype has changed.
         """
         if not self._workload.is_training:
             return

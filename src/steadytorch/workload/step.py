@@ -13,20 +13,20 @@ from steadytorch.workload.update import Update
 
 
 class EagerStep:
-    """A training step, one call a micro-batch.
+    """A training step in eager mode, called once per micro-batch.
 
     Args:
         model: called with the inputs.
         loss: maps the model's output and the targets to a scalar.
-        optimizer: the caller's; it may hold parameters of the loss as well.
-        update: how its step is taken; None for its own.
-        clip: largest norm of all gradients together; None leaves them as they are.
-        accumulate: micro-batches whose mean gradient one update takes.
-        scaler: a `torch.amp.GradScaler`; None for none.
+        optimizer: the caller's optimizer; it may hold parameters of the loss as well.
+        update: implementation of the optimizer's step; None for the optimizer's own.
+        clip: maximum norm of all gradients together; None to disable clipping.
+        accumulate: number of micro-batches whose mean gradient one update uses.
+        scaler: a `torch.amp.GradScaler`; None to disable gradient scaling.
 
     Attributes:
         turn: micro-batches since the last update.
-        norm: of the gradients before the last clipping, on the device; None without clipping.
+        norm: gradient norm before the last clipping, on the device; None without clipping.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EagerStep:
     def __call__(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Takes one micro-batch, and the update where it completes a batch.
+        """Processes one micro-batch, and takes the optimizer's step if it completes a batch.
 
         Returns:
             The loss of the micro-batch, detached.
@@ -64,10 +64,10 @@ class EagerStep:
     def backward(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Forward and backward of one micro-batch; the first one drops earlier gradients.
+        """Runs forward and backward on a micro-batch; the first of a batch drops earlier gradients.
 
         Returns:
-            Its loss, detached.
+            The loss of the micro-batch, detached.
         """
         if self.turn == 0:
             self.optimizer.zero_grad()

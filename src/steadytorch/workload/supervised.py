@@ -1,4 +1,4 @@
-"""The default training step for named models: cross-entropy on random targets, SGD."""
+"""The default training step for named models: cross-entropy on random targets, with SGD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 class CrossEntropy(nn.Module):
     """Cross-entropy of a model's output against fixed targets.
 
-    A module with a buffer, so that `Workload.to` moves the targets with the model.
+    The targets are a buffer of this module, so that `Workload.to` moves them with the model.
 
     Args:
         targets: int64 class indices, one per sample (N,), per pixel (N, H, W) or per token (N, T).
@@ -43,7 +43,7 @@ class CrossEntropy(nn.Module):
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The class scores in an output: itself, its `logits`, its `out`, or its first element.
+    """The class scores in a model's output: itself, its `logits` or `out`, or its first element.
 
     Raises:
         TypeError: the output holds no class scores in any of these places.

@@ -1,7 +1,7 @@
-"""An optimizer's step under other switches: fused, foreach, compiled, groups merged.
+"""Takes an optimizer's step by other means: fused, foreach, compiled, or with merged groups.
 
-The optimizer stays the caller's: its groups, its switches and its learning rates are as they were
-after each step, and its state stays where `state_dict` finds it.
+After each step, the optimizer's parameter groups, switches and learning rates are restored. The
+optimizer's state stays where `state_dict` finds it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _SCALES = "_step_supports_amp_scaling"
 MOST_COMPILED = 2
-"""Limit on sets of hyper-parameters for which a step is compiled; beyond it, the step runs
-uncompiled. Momentum schedules change them at every step, and each change compiles for seconds."""
+"""Maximum number of sets of hyper-parameters for which a step is compiled; beyond this number, the
+step runs uncompiled. Momentum schedules change hyper-parameters at every step, and each change
+compiles for seconds."""
 
 
 class Update:
-    """The step of an optimizer by another implementation.
+    """Takes the step of an optimizer with a chosen implementation.
 
     Args:
-        optimizer: the caller's.
-        implementation: `own` leaves its switches alone; `fused` and `foreach` set PyTorch's;
-            `compiled` compiles the step with Inductor.
+        optimizer: the caller's optimizer.
+        implementation: `own` keeps the optimizer's switches; `fused` and `foreach` set PyTorch's
+            switches; `compiled` compiles the step with Inductor.
         merge: whether groups with equal hyper-parameters are updated together.
 
     Attributes:
-        fallback: why a compiled step runs uncompiled; None if it does not.
+        fallback: why a compiled step runs uncompiled; None if it runs compiled.
     """
 
     fallback: str | None = None
@@ -68,7 +69,7 @@ class Update:
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Sets the switches while other code, such as a GradScaler, calls the optimizer's step."""
+        """Sets the optimizer's switches in the block, for a GradScaler that calls the step."""
         if self.implementation == FUSED:
             move_counters(self.optimizer)
         with self._switched(None):
@@ -81,7 +82,7 @@ class Update:
         return self._rates.refreshed()
 
     def _changes(self) -> bool:
-        """Whether hyper-parameters besides the learning rate change too often to compile."""
+        """Whether hyper-parameters besides the learning rate change too often for compilation."""
         if self.fallback is None:
             found = [hyper_parameters(group, ("lr",)) for group in self.optimizer.param_groups]
             if found not in self._compiled_for:
@@ -151,10 +152,10 @@ class Update:
 
 
 class GroupRates:
-    """The learning rates of an optimizer's groups as float32 scalars, each beside its parameters.
+    """Learning rates of an optimizer's groups as float32 scalars, on the parameters' devices.
 
     Args:
-        optimizer: whose groups these are; groups added later need a new object.
+        optimizer: optimizer of the groups; groups added later need a new object.
 
     Attributes:
         tensors: the scalars, as last refreshed.
@@ -170,7 +171,7 @@ class GroupRates:
         self.refreshed()
 
     def refreshed(self) -> list[Tensor]:
-        """Updates the scalars from the groups; rewrites plain numbers only if they changed."""
+        """Updates the scalars from the groups; copies plain numbers only if they have changed."""
         groups = self._optimizer.param_groups
         for i, (group, held) in enumerate(zip(groups, self.tensors, strict=True)):
             rate = number(group["lr"])
@@ -184,18 +185,18 @@ class GroupRates:
 
 
 def number(rate: Any) -> Any:
-    """A learning rate as a number where reading it does not wait for the GPU."""
+    """A learning rate as a number; a GPU tensor is returned as it is, to avoid a GPU wait."""
     return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
 
 
 def _begin_momentum(optimizer: Optimizer) -> bool:
-    """Makes missing momentum buffers of SGD, which its fused step needs.
+    """Creates missing momentum buffers of SGD, which SGD's fused step needs.
 
-    The fused step fails where only some are missing. Where a GradScaler skips the first step, it
-    leaves them uninitialised.
+    The fused step fails if only some momentum buffers are missing. If a GradScaler skips the first
+    step, the fused step leaves new momentum buffers uninitialised.
 
     Returns:
-        Whether all are there: with dampening, only the first step itself can make them.
+        Whether all buffers exist: with dampening, only the first step itself can create them.
     """
     complete = True
     for group in optimizer.param_groups:
@@ -214,7 +215,7 @@ def _begin_momentum(optimizer: Optimizer) -> bool:
 
 
 def _needs_own_rate(group: Mapping[str, Any]) -> bool:
-    """Whether the foreach step would refuse the group's learning rate, which is a tensor."""
+    """Whether the foreach step would refuse the group's learning rate because it is a tensor."""
     return isinstance(group.get("lr"), Tensor) and group.get("capturable") is False
 
 
@@ -223,7 +224,7 @@ def _write_back(
     after: Sequence[Mapping[str, Any]],
     groups: Sequence[dict[str, Any]],
 ) -> None:
-    """Copies the values that a step has set in merged groups to the groups they were made from."""
+    """Copies values that a step set in merged groups back to the optimizer's original groups."""
     wrote: dict[int, dict[str, Any]] = {}
     for one, other in zip(before, after, strict=False):
         values = {key: other[key] for key in other if other[key] is not one.get(key)}
@@ -233,12 +234,12 @@ def _write_back(
 
 
 def device_of(group: Mapping[str, Any]) -> torch.device:
-    """Where the parameters of a group lie: the device of the first; CPU without one."""
+    """Device of the first parameter of a group; CPU for a group without parameters."""
     return next((parameter.device for parameter in group["params"]), torch.device("cpu"))
 
 
 def move_counters(optimizer: Optimizer) -> None:
-    """Moves the counters of steps beside their parameters, as fused and capturable steps need."""
+    """Moves step counters to their parameters' devices, as fused and capturable steps need."""
     for parameter, state in optimizer.state.items():
         counter = state.get("step") if isinstance(state, dict) else None
         if isinstance(counter, Tensor) and counter.device != parameter.device:
@@ -246,7 +247,7 @@ def move_counters(optimizer: Optimizer) -> None:
 
 
 def return_counters(optimizer: Optimizer) -> None:
-    """Moves counters of steps back to the CPU where the optimizer's own step reads them there."""
+    """Moves step counters back to the CPU, for groups that are neither fused nor capturable."""
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable") is not False:
             continue
@@ -262,10 +263,10 @@ def return_counters(optimizer: Optimizer) -> None:
 def merged(
     groups: Sequence[Mapping[str, Any]], by: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Groups whose hyper-parameters are equal, as one group each.
+    """Merges parameter groups that have equal hyper-parameters and the same device.
 
     Args:
-        groups: of an optimizer.
+        groups: parameter groups of an optimizer.
         by: the same groups with the values that are compared; None for `groups` themselves.
     """
     together: dict[str, dict[str, Any]] = {}
@@ -279,7 +280,7 @@ def merged(
 
 
 def hyper_parameters(group: Mapping[str, Any], but: Sequence[str] = ()) -> tuple[Any, ...]:
-    """All that a group holds beside its parameters and their names, in a form that compares."""
+    """Comparable hyper-parameters of a group, without the values that LR schedulers store."""
     skipped = {"params", "param_names", "initial_lr", "max_lr", "min_lr", *but}
     return tuple((key, _value(value)) for key, value in sorted(group.items()) if key not in skipped)
 

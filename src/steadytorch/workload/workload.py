@@ -26,13 +26,13 @@ from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import Update
 
 Loss = TargetLoss
-"""Of the output, and of the targets if the workload has any."""
+"""Maps the model's output, and the targets if there are any, to a scalar loss."""
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """The rest of a training step: from the model's output to updated weights.
+    """The part of a training step after the forward pass: loss and optimizer step.
 
     Attributes:
         loss: maps the model's output to a scalar tensor, closing over the targets. With a loader it
@@ -50,7 +50,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model with the inputs to run it on.
+    """A model together with its inputs, for inference or training.
 
     Use `Workload(model, inputs)` for inference, `Workload.training(...)` for training, and
     `Workload.from_loader(...)` for either with a new batch per step.
@@ -142,10 +142,11 @@ class Workload:
         *,
         name: str = "",
     ) -> Workload:
-        """A workload whose steps take the next batch of a loader, move it to the model and run it.
+        """A workload whose steps each take the next batch of a data loader and run the model on it.
 
-        The loader restarts when it ends. Batches of other shapes than the first, such as a short
-        last one, are skipped. The first batch is also taken here.
+        Each batch is moved to the model's device. The loader restarts when it ends. Batches with
+        other shapes than the first, such as a short last batch, are skipped. Creating the workload
+        also takes the first batch.
 
         Args:
             model: the module to run, or to train with a loss and an optimizer.
@@ -176,7 +177,7 @@ class Workload:
 
     @property
     def module(self) -> nn.Module | None:
-        """The model where it is an `nn.Module`, else None."""
+        """The model if it is an `nn.Module`, else None."""
         return self.model if isinstance(self.model, nn.Module) else None
 
     @property
@@ -191,7 +192,7 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter, else of the first such input."""
+        """Dtype of the first floating-point parameter, else input; float32 if there is neither."""
         found: list[torch.dtype] = []
         if self.module is not None:
             found.extend(p.dtype for p in self.module.parameters() if p.is_floating_point())
@@ -207,13 +208,13 @@ class Workload:
         return signature(self.inputs, self.kwargs)
 
     def with_model(self, model: Any, inputs: tuple[Any, ...] | None = None) -> Workload:
-        """The same workload with another callable, which must accept the original inputs too."""
+        """The same workload with another model, which must accept the original inputs too."""
         return replace(self, model=model, inputs=self.inputs if inputs is None else inputs)
 
     def to(self, device: str | torch.device) -> Workload:
         """Moves the model (in place, as `nn.Module.to` does) and returns a workload on `device`.
 
-        A loss that is an `nn.Module` moves too; tensors that another loss closes over stay.
+        A loss that is an `nn.Module` is moved too; tensors that a function loss captures are not.
         """
         loss = None if self.training_step is None else self.training_step.loss
         for module in (self.module, loss):
@@ -263,7 +264,7 @@ class Workload:
         return train
 
     def _batches(self) -> Callable[[], Batch]:
-        """A function that returns the next batch."""
+        """A function that returns the arguments of the next step."""
         own = Batch(self.inputs, dict(self.kwargs))
         if self.feed is None:
             if holds_containers((*self.inputs, *self.kwargs.values())):
@@ -276,7 +277,7 @@ class Workload:
 def without_gradients(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Calls without recording gradients, like `torch.no_grad` but at an eighth of its cost."""
+    """Calls a function without recording gradients, at an eighth of the cost of `torch.no_grad`."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     _set_grad_enabled(False)

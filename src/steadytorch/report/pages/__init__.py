@@ -1,7 +1,7 @@
-"""The pages, one file for each kind of result. `KINDS` is the only list of them.
+"""HTML pages, one module for each kind of result. `KINDS` lists all pages.
 
-To add a page: a file with a function from a saved result to the variables of a template, a template
-with the name of the kind, and a line here.
+To add a page, write a module with a function that maps a saved result to template variables, and a
+template named after the kind. Then add the kind to `KINDS`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of a comparison: the verdict, its pairs, and the gate."""
+"""The HTML page of a comparison: the verdict, the timed pairs, and the gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pairs = Sequence[Sequence[tuple[float, float]]]
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a comparison."""
     document: CompareResult = saved.result
     drawn = any(document.samples)
     return {
@@ -73,7 +73,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _differences(document: CompareResult) -> Plot:
-    """The difference of each pair, with the interval of the effect."""
+    """Charts the difference in each timed pair, with the interval of the effect."""
     several = 1 < len(document.samples) <= _MOST_NAMED
     apart, names = [], []
     for number, pairs in enumerate(document.samples, 1):
@@ -113,7 +113,7 @@ def _differences(document: CompareResult) -> Plot:
 
 
 def _times(document: CompareResult) -> Plot:
-    """The blocks of both sides over time."""
+    """Charts the timed blocks of both sides over time."""
     flat = [pair for process in document.samples for pair in process]
     unit, unit_ns = unit_of(flat[0][0])
     data, drawn = [], 0

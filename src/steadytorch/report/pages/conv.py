@@ -1,4 +1,4 @@
-"""The page of a network's convolutions and their engines."""
+"""The HTML page of a network's convolutions and their engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_DRAWN = 80
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a network's convolutions."""
     document: ConvReport = saved.result
     layers = document.layers
     return {
@@ -41,7 +41,7 @@ def contents(saved: Saved) -> dict[str, Any]:
 
 
 def _rows(document: ConvReport) -> Table:
-    """A row per convolution, or per pass; its number leads to all of its engines."""
+    """A table row per convolution or pass; the row number links to the engines of the row."""
     rows = [
         (number if layer.outcome is None else Link(number, f"engines-{number}"), *cells)
         for layer, (number, *cells) in zip(document.layers, conv.rows(document), strict=True)
@@ -62,7 +62,7 @@ def _engines(outcome: ConvOutcome) -> Table:
 
 
 def _picture(layers: Sequence[Layer]) -> Plot:
-    """The chosen engine beside PyTorch's default."""
+    """Charts the time of each chosen engine beside that of PyTorch's default."""
     timed = [(n, layer) for n, layer in enumerate(layers, 1) if _timed(layer)]
     shown = timed[:_MOST_DRAWN]
     names = [f"{n} {shortened(layer.names[0], 18)}" for n, layer in shown]

@@ -1,4 +1,4 @@
-"""The page of a machine's check-up."""
+"""The HTML page of a machine check-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadytorch.results.saved import Saved
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a machine check-up."""
     found = saved.result
     facts = saved.head.environment
     hidden = [

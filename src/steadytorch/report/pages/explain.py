@@ -1,4 +1,4 @@
-"""The page of an explanation: slices of steps, variability, findings, rules without data."""
+"""The HTML page of an explanation: time slices, variability, findings, rules without data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDLE = ("#dd7a1f", "#c53d3d", "#e0b13c", "#b5651d", "#d98880", "#f0c08a", "#a04
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of an explanation."""
     document: Explanation = saved.result
     _check(document.steps)
     regime = document.regime
@@ -55,13 +55,13 @@ def contents(saved: Saved) -> dict[str, Any]:
 
 
 def _check(steps: Sequence[StepTime]) -> None:
-    """Refuses so many slices that adding them up would take quadratic time."""
+    """Rejects results with over `_MOST_SLICES` slices per step, to bound the rendering time."""
     if steps and len(steps[0].slices_ns) > _MOST_SLICES:
         raise ValueError(f"{len(steps[0].slices_ns)} slices: a ledger has at most {_MOST_SLICES}")
 
 
 def _steps(steps: Sequence[StepTime]) -> Plot:
-    """A stacked bar per step."""
+    """Charts the time slices of each step as a stacked bar."""
     shown = steps[:_MOST_STEPS]
     unit, unit_ns = unit_of(max(step.total_ns for step in shown))
     names = [n for n in steps[0].slices_ns if any(step.slices_ns.get(n) for step in shown)]
@@ -92,7 +92,7 @@ def _steps(steps: Sequence[StepTime]) -> Plot:
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Cool colours for work, warm ones for idle time, grey for unknown time."""
+    """Colours by slice name: a palette for work, warm colours for idle time, grey for unknown."""
     work = iter(COLOURS[i] for i in (0, 8, 4, 2, 6, 3, 5, 9) * 4)
     idle = iter(_IDLE * 4)
     return {
@@ -194,7 +194,7 @@ def _kernels(lines: Roofline, on_gpu: bool) -> Table:
 
 
 def untold(abstained: Sequence[Abstention]) -> Table:
-    """The rules that lacked data, by what was missing."""
+    """A table of the rules that lacked data, grouped by the missing data."""
     rows = [
         (", ".join(rules), in_words(why), recapture)
         for (why, recapture), rules in explain.by_reason(abstained).items()

@@ -1,4 +1,4 @@
-"""The page of a gate: a row per workload, and the estimates of its processes."""
+"""The HTML page of a gate: a chart of the changes, and a table row per workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_DRAWN = 60
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a gate."""
     document: GateResult = saved.result
     return {
         "title": saved.head.workload,
@@ -31,7 +31,7 @@ def _rows(document: GateResult) -> Table:
 
 
 def _effects(document: GateResult) -> Plot | None:
-    """The interval of each workload, with the threshold."""
+    """Charts the change of each workload with its interval, and the threshold."""
     drawn = [
         (f"{number}. {shortened(row.workload)}", row.interval, row.verdict)
         for number, row in enumerate(document.rows, 1)

@@ -1,4 +1,4 @@
-"""The page of a measurement: samples over time, distribution, figures and causes."""
+"""The HTML page of a measurement: samples over time, distribution, figures, outlier causes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOO_FEW = "too few samples: p99 needs 1,000 independent ones"
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a measurement."""
     document: MeasureResult = saved.result
     shown = document.representative
     all_outliers = [each.period.outliers for each in document.processes]
@@ -42,12 +42,12 @@ def contents(saved: Saved) -> dict[str, Any]:
 
 
 def _several(document: MeasureResult) -> bool:
-    """Whether there are several processes, so that figures need to say whose they are."""
+    """Whether a measurement has more than one process."""
     return len(document.processes) > 1
 
 
 def _samples(document: MeasureResult) -> Plot:
-    """The samples of all processes; neighbours differ in colour."""
+    """Charts the samples of all processes; adjacent processes differ in colour."""
     count = len(document.processes)
     if count == 1:
         names = ["samples"]
@@ -105,7 +105,7 @@ def _tail(value: float, median: float) -> str:
 
 
 def _outliers(found: Sequence[Sequence[Outlier]], document: MeasureResult) -> Table:
-    """Per cause, the number of outliers and the slowest one."""
+    """A table with the number of outliers and the slowest outlier for each cause."""
     every = [outlier for each in found for outlier in each]
     causes = Counter(outlier.cause for outlier in every)
     slowest: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The page of compared ranks: the split of a step by rank, and who was late at which step."""
+"""The HTML page of compared ranks: the split of a step by rank, and the latest rank by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_STEPS = 5_000
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of compared ranks."""
     document: RankComparison = saved.result
     return {
         "title": saved.head.workload,
@@ -40,19 +40,19 @@ def contents(saved: Saved) -> dict[str, Any]:
 
 
 def _in_words(found: Finding) -> Finding:
-    """The finding with slices by their labels."""
+    """Replaces the slice names in a finding by their display labels."""
     return replace(
         found, title=in_words(found.title), evidence=tuple(map(in_words, found.evidence))
     )
 
 
 def _parts(each: RankTimes) -> dict[str, float]:
-    """The parts of a rank's step, in ns; they add up to it."""
+    """The parts of a rank's step in ns, which add up to the step time."""
     return {**each.slices_ns, TRANSFER: each.transfer_ns, WAITING: each.waiting_ns}
 
 
 def _split(found: tuple[RankTimes, ...]) -> Plot:
-    """A stacked bar per rank."""
+    """Charts the parts of the step of each rank as a stacked bar."""
     shown = found[:_MOST_DRAWN]
     unit, unit_ns = unit_of(max(1.0, *(each.step_ns for each in shown)))
     names = [name for name in _parts(shown[0]) if any(_parts(each).get(name) for each in shown)]
@@ -74,7 +74,7 @@ def _split(found: tuple[RankTimes, ...]) -> Plot:
 
 
 def _lateness(document: RankComparison) -> Plot:
-    """The lateness of the latest rank at each step."""
+    """Charts the lateness of the latest rank at each step."""
     shown = document.steps[:_MOST_STEPS]
     unit, unit_ns = unit_of(max(1, *(step.late_ns for step in shown)))
     latest = sorted({step.latest for step in shown})

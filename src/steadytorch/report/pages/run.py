@@ -1,4 +1,4 @@
-"""The page of a watched script: steps over time, slices, findings, slow steps."""
+"""The HTML page of a watched script: steps over time, slices, findings, slow steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadytorch.results.watched import Watched
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a watched script."""
     document: Watched = saved.result
     measured = document.measured
     shown = list(run.headline(document))

@@ -1,4 +1,4 @@
-"""Charts of sample series, for several pages."""
+"""Charts of sample series, shared by several pages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def timeline(
 
 
 def _outlier_labels(series: Sequence[Measurement], starts: Sequence[int]) -> dict[int, str]:
-    """Places of outliers among the samples of all to their causes; the rarest of many as one."""
+    """Maps the index of each outlier among all samples to a label; rare causes share one label."""
     outliers = [
         (start + outlier.index, outlier.cause)
         for one, start in zip(series, starts, strict=False)
@@ -110,7 +110,7 @@ def _outlier_labels(series: Sequence[Measurement], starts: Sequence[int]) -> dic
 
 
 def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
-    """Upright lines between series."""
+    """Vertical lines between adjacent series."""
     line = {"color": GREY, "width": 1, "dash": "dot"}
     ends = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": line}
     return [{**ends, "x0": at - 0.5, "x1": at - 0.5} for at in places]
@@ -119,7 +119,7 @@ def _borders(places: Sequence[int]) -> list[dict[str, Any]]:
 def histogram(
     one: Measurement, median_ns: float, interval_ns: tuple[float, float] | None, title: str
 ) -> Plot:
-    """Charts the distribution after the warm-up, with median, p90 and p99 marked."""
+    """Charts the distribution of the samples after the warm-up, with median, p90 and p99 marked."""
     samples = np.asarray(one.samples_ns[one.warmup_dropped :], dtype=np.float64)
     unit, unit_ns = unit_of(one.median_ns)
     marks = [("median", median_ns, BLUE, "solid"), ("p90", one.p90_ns, PURPLE, "dash")]

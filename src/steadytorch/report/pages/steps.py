@@ -1,4 +1,4 @@
-"""Slow steps that open to their causes and slices, for several pages."""
+"""Slow steps with expandable causes and time slices, shared by several pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_STEPS = 50
 
 
 class Step(NamedTuple):
-    """One step of a page.
+    """One slow step of a page.
 
     Attributes:
         number: its number on the axis of the chart, and in its id.
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 def opened(
     step: SlowStep, number: int, slices_ns: Mapping[str, float], means_ns: Mapping[str, float]
 ) -> Step:
-    """A slow step with its causes and slices.
+    """Describes a slow step with its causes and time slices.
 
     Args:
         step: the step.

@@ -1,4 +1,4 @@
-"""The page of a sweep: a row per workload, and the gains."""
+"""The HTML page of a sweep: a table row with plan and gain for each workload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadytorch.results.sweep import Sweep
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a sweep."""
     document: Sweep = saved.result
     return {
         "title": document.list,

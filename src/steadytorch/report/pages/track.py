@@ -1,4 +1,4 @@
-"""The page of series: a chart and a table for each, and the changes first."""
+"""The HTML page of tracked series: the changes, a chart per series, and all results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_DRAWN = 40
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of tracked series."""
     document: TrackResult = saved.result
     return {
         "title": saved.head.workload,

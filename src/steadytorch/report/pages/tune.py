@@ -1,4 +1,4 @@
-"""The page of a search, an interrupted search or a replayed plan."""
+"""The HTML page of a complete or interrupted search, or of a replayed plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_DRAWN = 60
 
 
 def contents(saved: Saved) -> dict[str, Any]:
-    """The variables of the template."""
+    """Template variables for the page of a search or a replayed plan."""
     document: TuneReport = saved.result
     baseline, winner = sides = document.sides
     timed = [each for each in document.candidates if each.median_ns is not None]
@@ -85,7 +85,7 @@ def _remark(document: TuneReport) -> str:
 
 
 def _costs(document: TuneReport) -> list[str]:
-    """The inputs, and the costs of the plan."""
+    """Lines on the inputs of the workload and the costs of the plan."""
     step = "a training step on " if document.trains else ""
     return [f"{step}{document.inputs}", *tune.format_costs(document)]
 
@@ -130,7 +130,7 @@ def _candidates(document: TuneReport) -> Table:
 
 
 def _ranked(document: TuneReport) -> list[CandidateResult]:
-    """Fastest first, those without a time at the end."""
+    """The candidates, fastest first; candidates without a time come last."""
     late = float("inf")
     return sorted(document.candidates, key=lambda c: late if c.median_ns is None else c.median_ns)
 
@@ -161,7 +161,7 @@ def _row(
 
 
 def _picture(timed: Sequence[CandidateResult], chosen: tuple[str, ...]) -> Plot:
-    """Medians with their intervals, the fastest at the top."""
+    """Charts the medians of the candidates with their intervals, the fastest at the top."""
     ranked = sorted(timed, key=lambda each: each.median_ns or 0.0)
     unit, unit_ns = unit_of(ranked[0].median_ns or 1.0)
     shown = ranked[:_MOST_DRAWN]

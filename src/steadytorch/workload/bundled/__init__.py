@@ -1,7 +1,7 @@
 """Bundled workload architectures: exactly as published, with random weights and no downloads.
 
-The table below is the only list of them. Importing this module does not import torch, so names can
-be listed and completed quickly. An architecture is imported when it is built.
+`BUNDLED` is the only list of the architectures. Importing this module does not import torch, so
+names can be listed and auto-completed quickly. An architecture is imported only when it is built.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["BUNDLED", "Bundled", "build", "example_inputs", "names"]
 
 @dataclass(frozen=True)
 class Bundled:
-    """One bundled architecture and the inputs it is published for.
+    """One bundled architecture and the shape of the inputs that it was published for.
 
     Attributes:
         name: name on the command line.
         module: module of this package that defines it.
-        builder: function of that module that takes no arguments and returns the model.
+        builder: function of `module` that takes no arguments and returns the model.
         summary: one line for listings.
         sample_shape: shape of one input sample, without the batch dimension.
         vocabulary: for token inputs, the number of token ids; None where the input is an image.
@@ -100,8 +100,8 @@ def names() -> tuple[str, ...]:
 def build(name: str) -> nn.Module:
     """Build a bundled architecture on the default device, in eval mode, with random weights.
 
-    The weights come from torch's global generator: seed it first with `torch.manual_seed` to get
-    the same model again.
+    The weights come from torch's global generator: call `torch.manual_seed` first for reproducible
+    weights.
 
     Raises:
         KeyError: `name` is not one of `names()`.

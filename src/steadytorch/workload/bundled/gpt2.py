@@ -1,7 +1,7 @@
 """GPT-2, the smallest of the four published sizes.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019): pre-norm blocks,
-learned positions, GELU by its tanh approximation, language-model head tied to the token embedding.
+learned positions, tanh-approximated GELU, language-model head tied to the token embedding.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ class GPT2(nn.Module):
 
 
 def gpt2() -> GPT2:
-    """GPT-2 of 12 layers; 124,439,808 parameters, the tied head counted once."""
+    """GPT-2 with 12 layers and 124,439,808 parameters; the tied head is counted once."""
     return GPT2()

@@ -1,7 +1,7 @@
 """MobileNetV3-Large for 1000 classes.
 
 Howard et al., "Searching for MobileNetV3" (2019), table 1. As in the paper, squeeze-and-excite
-squeezes to a quarter of the expansion and gates with a hard sigmoid.
+reduces to a quarter of the expansion channels and gates with a hard sigmoid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CLASSES = 1000
 
 
 class Stage(NamedTuple):
-    """One row of table 1: an inverted residual block."""
+    """Parameters of an inverted residual block: one row of table 1 of the paper."""
 
     kernel: int
     expansion: int
@@ -48,7 +48,7 @@ LARGE = (
 
 
 def _round_to_8(channels: float) -> int:
-    """Nearest multiple of 8, at most 10 % below `channels`."""
+    """The multiple of 8 nearest to `channels`, or the next one if that is over 10 % too low."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
@@ -83,9 +83,9 @@ class SqueezeExcite(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expand, convolve each channel on its own, gate, project.
+    """Expansion, depthwise convolution, optional squeeze-and-excite gate, and projection.
 
-    The result is added to the input where both have the same shape.
+    The block's output is added to its input if both have the same shape.
     """
 
     def __init__(self, inputs: int, stage: Stage) -> None:
@@ -108,7 +108,7 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV3(nn.Module):
-    """MobileNetV3 from the rows of its table."""
+    """MobileNetV3 built from the rows of table 1 of the paper."""
 
     def __init__(self, stages: tuple[Stage, ...], dropout: float = 0.2) -> None:
         super().__init__()
@@ -149,5 +149,5 @@ class MobileNetV3(nn.Module):
 
 
 def mobilenet_v3_large() -> MobileNetV3:
-    """MobileNetV3-Large at width 1.0; 5,483,032 parameters."""
+    """MobileNetV3-Large with width multiplier 1.0 and 5,483,032 parameters."""
     return MobileNetV3(LARGE)

@@ -1,7 +1,7 @@
 """ResNet-18 and ResNet-50 for 1000 classes.
 
 He et al., "Deep Residual Learning for Image Recognition" (2015), table 1. ResNet-50 is "v1.5": the
-3x3 convolution of a bottleneck carries the stride, not the 1x1 before it.
+stride of a bottleneck is in its 3x3 convolution, not in the 1x1 convolution before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual network of four stages.
+    """Residual network with four stages of residual blocks.
 
     Args:
         branch: builds the residual branch of a block from (inputs, width, stride).
@@ -105,10 +105,10 @@ class ResNet(nn.Module):
 
 
 def resnet18() -> ResNet:
-    """ResNet-18: two basic blocks in each stage; 11,689,512 parameters."""
+    """ResNet-18, with two basic blocks in each stage and 11,689,512 parameters."""
     return ResNet(_basic_branch, expansion=1, depths=(2, 2, 2, 2))
 
 
 def resnet50() -> ResNet:
-    """ResNet-50 v1.5: 3, 4, 6 and 3 bottlenecks; 25,557,032 parameters."""
+    """ResNet-50 v1.5, with 3, 4, 6 and 3 bottlenecks per stage and 25,557,032 parameters."""
     return ResNet(_bottleneck_branch, expansion=4, depths=(3, 4, 6, 3))

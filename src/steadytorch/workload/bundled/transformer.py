@@ -1,7 +1,7 @@
 """The pre-norm transformer block that ViT and GPT-2 share.
 
-Vaswani et al., "Attention Is All You Need" (2017), with the normalisation moved to the entry of
-each branch, as both architectures do.
+Vaswani et al., "Attention Is All You Need" (2017), with the layer normalisation moved to the start
+of each branch, as in ViT and GPT-2.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron four times as wide, each added to its unnormalised input.
+    """Self-attention, then an MLP with four times the width, each with a residual connection.
 
     Args:
         width: features per token; divisible by `heads`.
         heads: attention heads.
         eps: constant of the layer normalisations.
-        gelu: the exact function, or its tanh approximation.
+        gelu: "none" for the exact GELU, "tanh" for its tanh approximation.
         causal: whether a token attends only to itself and earlier ones.
         dropout: rate in training, on the attention weights and on the output of each branch.
     """

@@ -1,8 +1,8 @@
 """The U-Net of 2015, for two classes.
 
 Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015),
-figure 1: unpadded convolutions, copy and crop, no batch normalisation. A tile of 572x572 pixels
-gives scores for its inner 388x388.
+figure 1: unpadded convolutions, copy and crop, no batch normalisation. An image of 572x572 pixels
+gives scores for its inner 388x388 pixels.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _double_convolution(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class ExpandingStep(nn.Module):
-    """Up-convolution, concatenation with the cropped skip, two convolutions.
+    """Up-convolution, concatenation with the cropped skip connection, and two convolutions.
 
     Args:
-        width: channels of the skip and of the output; the input has twice as many.
-        margin: pixels cropped off each side of the skip.
+        width: channels of the skip tensor and of the output; the input has twice as many.
+        margin: pixels cropped off each side of the skip tensor.
     """
 
     def __init__(self, width: int, margin: int) -> None:
@@ -39,19 +39,19 @@ class ExpandingStep(nn.Module):
         self.convolutions = nn.Sequential(*_double_convolution(2 * width, width))
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Map (N, 2 * width, H, W) and its skip to (N, width, 2 * H - 4, 2 * W - 4)."""
+        """Map (N, 2 * width, H, W) and a skip tensor to (N, width, 2 * H - 4, 2 * W - 4)."""
         inner = slice(self.margin, -self.margin)
         return self.convolutions(torch.cat((skip[..., inner, inner], self.up(x)), dim=1))
 
 
 class UNet(nn.Module):
-    """Contracting and expanding path.
+    """U-Net with a contracting and an expanding path.
 
-    The paper has drop-out at the end of the contracting path; its rate of 0.5 and its place, after
-    the two deepest levels, are those of the authors' published network definition.
+    The paper has drop-out at the end of the contracting path. The drop-out rate of 0.5 and the
+    position after the two deepest levels follow the authors' published network definition.
 
     Args:
-        widths: channels per level, doubling from one to the next.
+        widths: channels per level, doubling from one level to the next.
         dropout: rate in training.
     """
 
@@ -91,7 +91,7 @@ class UNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map images (N, 1, H, W) to class scores (N, 2, H - 184, W - 184).
 
-        H and W must be even before each of the four poolings: 188, 204, 220, ..., 572, ...
+        H and W must be 188 plus a multiple of 16, such as 572: each pooling needs even sizes.
         """
         skips: list[Tensor] = []
         x = self.contracting[0](images)

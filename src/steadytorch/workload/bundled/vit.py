@@ -17,7 +17,7 @@ CLASSES = 1000
 
 
 class Encoder(nn.Module):
-    """Learned positions, transformer blocks, final normalisation."""
+    """Learned position embeddings, transformer blocks and a final layer normalisation."""
 
     def __init__(self, tokens: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class VisionTransformer(nn.Module):
     """ViT with a class token.
 
     Args:
-        image: height and width of the images, a multiple of `patch`; the positions fix it.
+        image: height and width of all images, a multiple of `patch`.
         patch: side of the square patches that become tokens.
         layers: transformer blocks.
         width: features per token; divisible by `heads`.
@@ -92,13 +92,13 @@ class VisionTransformer(nn.Module):
 def _truncated_normal_(tensor: Tensor, std: float) -> None:
     """Fill in place from a normal distribution truncated at two standard deviations.
 
-    Inverts the distribution function, which is several times faster than `nn.init.trunc_normal_`.
-    That function would take most of the time to build the model.
+    Uses the inverse distribution function, several times faster than `nn.init.trunc_normal_`.
+    `nn.init.trunc_normal_` would take most of the time for building the model.
     """
     bound = math.erf(math.sqrt(2))
     tensor.uniform_(-bound, bound).erfinv_().mul_(std * math.sqrt(2))
 
 
 def vit_b_16() -> VisionTransformer:
-    """ViT-B/16 for 224x224 images; 86,567,656 parameters."""
+    """ViT-B/16 for 224x224 images, with 86,567,656 parameters."""
     return VisionTransformer()
