@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
-from steadytorch.graphs.settings import Settings
+from steadytorch.graphs.settings import Settings, modules_read
 
 RATE = 1.0
 
@@ -89,3 +91,128 @@ def test_attributes_of_modules(name, value):
     path, _, leaf = name.rpartition(".")
     setattr(net.get_submodule(path), leaf, value)
     assert settings.changed()
+
+
+def changes(loss, change, *modules):
+    """Whether a change is seen, once, and nothing before it or after it."""
+    settings = Settings(modules, loss)
+    assert not settings.changed()
+    change()
+    seen = settings.changed()
+    settings.remember()
+    assert not settings.changed()
+    return seen
+
+
+class Smoothed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(torch.ones(3), label_smoothing=0.1)
+        self.drop, self.scale = nn.Dropout(0.5), torch.tensor(1.0)
+
+    def forward(self, output, target):
+        return self.scale * self.criterion(self.drop(output), target)
+
+
+class Trainer:
+    """As in many training scripts: the loss is a method beside counters of the loop."""
+
+    def __init__(self):
+        self.parts, self.weights = [Smoothed()], {"main": 1.0}
+        self.steps, self.nested = 0, SimpleNamespace(rate=1.0)
+
+    def loss(self, output, target):
+        return self._weighted(self.parts[0](output, target)) * self.nested.rate
+
+    def _weighted(self, value):
+        return value * self.weights["main"]
+
+
+CHANGES = {
+    "an attribute of PyTorch's own loss": lambda m: setattr(m.criterion, "label_smoothing", 0.2),
+    "the mode of a module": lambda m: m.drop.eval(),
+    "a tensor that is no buffer": lambda m: setattr(m, "scale", torch.tensor(1.0)),
+    "the value of a tensor of the host": lambda m: m.scale.fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_modules_of_the_loss_are_found_wherever_its_code_reads_them(change):
+    def closure(output, target):
+        return module(output, target)
+
+    def calls_closure(output, target):
+        return closure(output, target)
+
+    trainer = Trainer()
+    module = trainer.parts[0]
+    for loss in (module, module.forward, closure, calls_closure, partial(closure), trainer.loss):
+        assert modules_read(loss) == [module]
+        assert changes(loss, partial(change, module))
+        module.__init__()
+
+
+def test_values_that_a_method_and_its_helpers_read():
+    trainer = Trainer()
+    assert changes(trainer.loss, lambda: trainer.weights.update(main=2.0))
+    assert changes(trainer.loss, lambda: setattr(trainer.nested, "rate", 2.0))
+    assert not changes(trainer.loss, lambda: setattr(trainer, "steps", 1))
+
+
+def helper(output):
+    return output * CONFIG.rate + sum(TERMS)
+
+
+def with_helper(output):
+    return helper(output)
+
+
+def named_like_a_global(output):
+    return output.RATE
+
+
+CONFIG, TERMS = ModuleType("config"), [1.0]
+CONFIG.rate = 1.0
+
+
+def test_globals_of_helpers_and_attributes_of_imported_modules(monkeypatch):
+    assert changes(with_helper, lambda: monkeypatch.setattr(CONFIG, "rate", 2.0))
+    assert changes(with_helper, lambda: TERMS.append(2.0))
+    assert changes(with_helper, lambda: TERMS.__setitem__(0, 3.0))
+    change = partial(monkeypatch.setitem, globals(), "RATE", 5.0)
+    assert not changes(named_like_a_global, change)
+
+
+def test_tensors_that_the_loss_reads_by_their_memory():
+    weight, alpha = torch.ones(3), torch.tensor(1.0)
+
+    def loss(output):
+        return (output * weight).sum() * alpha
+
+    def rebind():
+        nonlocal weight
+        weight = torch.ones(3)
+
+    assert not changes(loss, lambda: weight.fill_(2.0))
+    assert changes(loss, rebind)
+    assert changes(loss, lambda: weight.set_(torch.zeros(3)))
+    assert changes(loss, lambda: alpha.fill_(2.0))
+
+
+SCALE = 1.0
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * SCALE
+
+
+def test_globals_of_the_models_own_code(monkeypatch):
+    net = nn.Sequential(Scaled(), nn.Linear(2, 2))
+    assert changes(nn.MSELoss(), lambda: monkeypatch.setitem(globals(), "SCALE", 2.0), net)
+
+
+def test_a_cycle_of_objects_is_searched_once():
+    trainer = Trainer()
+    trainer.nested.trainer, trainer.nested.more = trainer, [trainer.nested]
+    assert changes(trainer.loss, lambda: setattr(trainer.nested, "rate", 3.0))

@@ -327,6 +327,28 @@ def test_values_that_change_at_each_step_leave_it_to_python():
     assert_same(one, other)
 
 
+def test_what_a_module_in_the_loss_function_reads_may_change():
+    criterion = nn.CrossEntropyLoss(torch.ones(3))
+
+    def loss(output, target):
+        return criterion(output, target)
+
+    def change(net, inner):
+        criterion.label_smoothing, criterion.weight = 0.0, torch.ones(3)
+
+        def at(i):
+            if i == 10:
+                criterion.label_smoothing = 0.3
+            elif i == 18:
+                criterion.weight = torch.tensor([1.0, 2.0, 3.0])
+
+        return at
+
+    one, other = both(batches(28), change, loss=loss)
+    assert one[0].replays >= 12, one[0].eager
+    assert_same(one, other)
+
+
 def test_attributes_that_the_step_sets_are_no_change():
     class Sized(Net):
         size = 0

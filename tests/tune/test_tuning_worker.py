@@ -16,6 +16,7 @@ from steadytorch.process.messages import encode
 from steadytorch.tune import tuning_worker as module
 from steadytorch.tune.tuning_worker import Character, Explained, TuningHandler
 from steadytorch.verification.verdict import Reference, Verification, decide
+from steadytorch.verification.verify import kept_tf32
 from steadytorch.workload.workload import Workload
 
 EAGER = [{"name": "inference_mode", "parameters": []}]
@@ -132,6 +133,17 @@ def test_the_untouched_candidate_agrees_with_the_reference(loaded):
     loaded.set_up(EAGER)
     found = msgspec.convert(loaded.verify(), Verification)
     assert decide(found, reference, "same", None) is None
+
+
+@pytest.mark.parametrize("handler", ["loaded", "training"])
+def test_a_reference_leaves_the_callers_tf32_for_the_profile(request, handler):
+    with kept_tf32():
+        loaded = request.getfixturevalue(handler)
+        operators = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+        for operator in operators:
+            operator.fp32_precision = "tf32"
+        loaded.reference(seed=0)
+        assert [operator.fp32_precision for operator in operators] == ["tf32", "tf32"]
 
 
 def test_a_reference_is_read_by_another_worker(loaded, tmp_path):

@@ -1,46 +1,68 @@
-"""Detect changes of plain Python values that a recorded step has baked in."""
+"""Detect changes of Python values and tensors that a recorded step has baked in."""
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from types import CellType, FunctionType, MethodType
-from typing import Any
+from functools import cache, partial
+from inspect import getattr_static
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, np.generic)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SCHEDULED = ("p", "momentum")
 """Attributes of PyTorch's own layers that schedules change: rates of dropout and of batch norm."""
+_LIBRARIES = frozenset({"torch", "numpy", "builtins", "steadytorch", "math", "functools"})
+"""Packages whose functions and objects are not searched for values."""
+_DEPTH = 3
+"""Number of functions, objects and containers between the loss and a value that is watched."""
+_MOST_ITEMS = 64
+"""Items of a list that are watched."""
 
 
 class Settings:
-    """Plain Python attributes of a step's modules, and plain values that its loss reads.
+    """Values that a step's code reads and that its graph would keep: those of modules and the loss.
 
-    Values that change between steps are, for example, an annealed loss weight or a scheduled
-    dropout rate. Call `remember` after the step's Python code has run, so that values set by the
-    step itself do not count as changed.
+    Values that change between steps are, for example, an annealed loss weight, a scheduled dropout
+    rate, a replaced tensor of class weights, or the mode of a module in the loss. Call `remember`
+    after the step's Python code has run, so that values set by the step itself do not count as
+    changed.
+
+    Watched are numbers, strings and tensors: attributes of modules; globals, closures and keyword
+    arguments that the loss reads, and attributes and containers reached from them; globals and
+    closures that the `forward` of user-defined modules reads. Of tensors, their memory is watched,
+    and the value of those with one element on the CPU, because kernels get it as an argument.
 
     Args:
         modules: the module trees of the step.
-        loss: the loss: a module, or a function with its closure and its globals.
+        loss: the loss: a module or another callable.
 
     Attributes:
         values: the reference.
     """
 
     def __init__(self, modules: Iterable[nn.Module], loss: Any) -> None:
-        own = [module for tree in modules for module in tree.modules()]
+        own = [module for tree in modules if tree is not loss for module in tree.modules()]
+        read = _Read()
+        read.look(loss)
+        known = set(map(id, own))
+        of_loss = {
+            id(module): module
+            for tree in read.modules
+            for module in tree.modules()
+            if id(module) not in known
+        }
         found = [place for module in own for place in _of_module(module)]
-        cells = list[CellType]()
-        if not isinstance(loss, nn.Module):
-            for holder in _of_callable(loss):
-                if isinstance(holder, CellType):
-                    cells.append(holder)
-                else:
-                    found.append(holder)
-        self._places, self._cells = found, cells
+        found += [place for module in of_loss.values() for place in _of_loss_module(module)]
+        for forward in {forward_of(module) for module in (*own, *of_loss.values())}:
+            read.look(forward, depth=1)
+        self._places = [*found, *read.places]
+        self._cells, self._lists = read.cells, read.lists
         self.remember()
 
     def remember(self) -> None:
@@ -54,7 +76,125 @@ class Settings:
     def _now(self) -> list[Any]:
         values = [holder.get(name) for holder, name in self._places]
         values += map(_content, self._cells)
-        return [value if isinstance(value, _PLAIN) else None for value in values]
+        for each in self._lists:
+            values += [len(each), *each[:_MOST_ITEMS]]
+        return list(map(_comparable, values))
+
+
+def modules_read(loss: Any) -> list[nn.Module]:
+    """The roots of the module trees that a loss calls: itself, or those that its code reads."""
+    read = _Read()
+    read.look(loss)
+    return read.modules
+
+
+class _Read:
+    """Places of the values and modules that a callable reads.
+
+    Attributes:
+        places: mappings with the names of watched entries.
+        cells: cells of closures.
+        lists: lists whose items are watched.
+        modules: modules, each the root of a tree.
+    """
+
+    def __init__(self) -> None:
+        self.places = list[tuple[Mapping[str, Any], str]]()
+        self.cells = list[CellType]()
+        self.lists = list[list[Any]]()
+        self.modules = list[nn.Module]()
+        self._seen = set[int]()
+        self._alive = list[Any]()  # so that no id is used twice
+
+    def look(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
+        """Search a value.
+
+        Args:
+            value: the value; modules are listed, not searched.
+            names: attributes that code reads of any object.
+            depth: how many further functions, objects and containers are searched.
+        """
+        if depth < 0 or value is None or isinstance(value, (*_PLAIN, Tensor)):
+            return
+        if id(value) in self._seen or _is_library(value):
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif isinstance(value, FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, MethodType):
+            self._object(value.__self__, _names(value.__func__)[1], depth)
+            self.look(value.__func__, names, depth)
+        elif isinstance(value, partial):
+            self._entries(value.keywords, value.keywords, names, depth)
+            for each in (value.func, *value.args):
+                self.look(each, names, depth)
+        elif isinstance(value, dict | list | tuple):
+            self._container(value, names, depth)
+        else:
+            self._object(value, names, depth)
+
+    def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
+        if isinstance(value, dict):
+            self._entries(value, [key for key in value if isinstance(key, str)], names, depth)
+            return
+        if isinstance(value, list):
+            self.lists.append(value)
+        for each in value[:_MOST_ITEMS]:
+            self.look(each, names, depth - 1)
+
+    def _function(self, function: FunctionType, depth: int) -> None:
+        read, attributes = _names(function)
+        self.cells += function.__closure__ or ()
+        held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
+        for each in held:
+            self.look(each, attributes, depth - 1)
+        known = function.__globals__
+        self._entries(known, [name for name in read if name in known], attributes, depth - 1)
+        keywords = function.__kwdefaults__ or {}
+        self._entries(keywords, keywords, attributes, depth - 1)
+
+    def _object(self, value: Any, names: frozenset[str], depth: int) -> None:
+        if isinstance(value, nn.Module):
+            self.look(value, names, depth)
+            return
+        call = getattr_static(type(value), "__call__", None)
+        if isinstance(call, FunctionType):
+            names |= _names(call)[1]
+            self.look(call, names, depth)
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, Mapping):
+            self._entries(held, [name for name in held if name in names], names, depth - 1)
+        for name in names:  # methods that the code calls
+            method = getattr(type(value), name, None)
+            if isinstance(method, FunctionType):
+                self._object_method(value, method, depth - 1)
+
+    def _object_method(self, value: Any, method: FunctionType, depth: int) -> None:
+        if depth >= 0 and id(method) not in self._seen and not _is_library(method):
+            self.look(MethodType(method, value), depth=depth)
+
+    def _entries(
+        self,
+        held: Mapping[str, Any],
+        keys: Iterable[str],
+        names: frozenset[str],
+        depth: int,
+    ) -> None:
+        for key in keys:
+            value = held.get(key)
+            if isinstance(value, (*_PLAIN, Tensor)):
+                self.places.append((held, key))
+            else:
+                self.look(value, names, depth)
+
+
+def forward_of(module: nn.Module) -> FunctionType | None:
+    """The `forward` of a user-defined module's class; None for PyTorch's own modules."""
+    found = getattr(type(module), "forward", None)
+    return found if isinstance(found, FunctionType) and not _is_library(found) else None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -63,29 +203,48 @@ def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
         names: Iterable[str] = (name for name in _SCHEDULED if name in held)
     else:
         names = (name for name in held if name not in _OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], _PLAIN))
+    return ((held, name) for name in names if isinstance(held[name], (*_PLAIN, Tensor)))
 
 
-def _of_callable(function: Any) -> Iterator[CellType | tuple[Mapping[str, Any], str]]:
-    """Places of plain values in a callable: closure, globals, keyword arguments, attributes."""
-    if isinstance(function, partial):
-        yield from ((function.keywords, name) for name in function.keywords)
-        yield from _of_callable(function.func)
-    elif isinstance(function, MethodType):
-        yield from _of_callable(function.__func__)
-        yield from _of_object(function.__self__)
-    elif isinstance(function, FunctionType):
-        yield from function.__closure__ or ()
-        names, known = function.__code__.co_names, function.__globals__
-        yield from ((known, name) for name in names if isinstance(known.get(name), _PLAIN))
+def _of_loss_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
+    held = vars(module)
+    names = (name for name in held if name == "training" or name not in _OF_MODULES)
+    return ((held, name) for name in names if isinstance(held[name], (*_PLAIN, Tensor)))
+
+
+def _is_library(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return False
+    if isinstance(value, ModuleType):
+        module = value.__name__
     else:
-        yield from _of_object(function)
+        holder = value if isinstance(value, type | FunctionType | MethodType) else type(value)
+        module = getattr(holder, "__module__", None) or ""
+        if isinstance(value, partial | dict | list | tuple | MethodType):
+            return False
+    return module.partition(".")[0] in _LIBRARIES
 
 
-def _of_object(value: Any) -> Iterator[tuple[Mapping[str, Any], str]]:
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict):
-        yield from ((held, name) for name, item in held.items() if isinstance(item, _PLAIN))
+@cache
+def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    read, attributes = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            further = _names_of_code(inner)
+            read |= further[0]
+            attributes |= further[1]
+    return frozenset(read), frozenset(attributes)
+
+
+def _names(function: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the globals and of the attributes that a function's code reads."""
+    code = getattr(function, "__code__", None)
+    return _names_of_code(code) if isinstance(code, CodeType) else (frozenset(), frozenset())
 
 
 def _content(cell: CellType) -> Any:
@@ -93,3 +252,34 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return None
+
+
+class _Memory(NamedTuple):
+    """A tensor's memory, and the value that a kernel gets as an argument."""
+
+    tensor: _Same
+    address: int
+    value: Any
+
+
+class _Same:
+    """Equal to another one of the same object only; keeps the object alive."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if not isinstance(value, Tensor):
+        return None
+    if value.layout != torch.strided:
+        return _Same(value)
+    is_scalar = value.device.type == "cpu" and value.numel() == 1
+    return _Memory(_Same(value), value.data_ptr(), value.item() if is_scalar else None)

@@ -32,7 +32,7 @@ from torch.optim import LBFGS, SparseAdam
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
-from steadytorch.graphs.settings import Settings
+from steadytorch.graphs.settings import Settings, modules_read
 from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep
@@ -112,7 +112,9 @@ class CapturedStep:
         valid: Callable[[], str | None] = lambda: None,
         check: bool = False,
     ) -> None:
-        self.step, self._scope, self._modules = step, scope, tuple(modules)
+        self.step, self._scope, self._own = step, scope, tuple(modules)
+        known = {id(module) for tree in modules for module in tree.modules()}
+        self._modules = (*modules, *(m for m in modules_read(step.loss) if id(m) not in known))
         self._valid, self._check = valid, check
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._pool: Any = None
@@ -194,7 +196,7 @@ class CapturedStep:
     def _remember_settings(self) -> None:
         """Take current Python values as the reference; values set by the step are not changes."""
         if self._settings is None:
-            self._settings = Settings(self._modules, self.step.loss)
+            self._settings = Settings(self._own, self.step.loss)
         else:
             self._settings.remember()
 
@@ -225,7 +227,7 @@ class CapturedStep:
         if self._fixed is not None and self._fixed.moved():
             self._begin_anew(MOVING)
         if self._fixed is None:
-            self._fixed = _Fixed(self.step, self._modules)
+            self._fixed = _Fixed(self.step, self._modules, self._own)
         return self._fixed.rates.refreshed()
 
     def _begin_anew(self, often: str) -> None:
@@ -323,7 +325,7 @@ class CapturedStep:
 
     def _prepared(self, entry: _Entry, first: bool) -> str | None:
         """Check all values baked into graphs; return why this step must run eagerly, or None."""
-        fixed = self._fixed = self._fixed or _Fixed(self.step, self._modules)
+        fixed = self._fixed = self._fixed or _Fixed(self.step, self._modules, self._own)
         if fixed.moved():
             self._begin_anew(MOVING)
             return MOVED
@@ -675,13 +677,16 @@ class _Fixed:
     Args:
         step: whose optimizer counts.
         modules: whose parameters and buffers count.
+        own: those whose parameters the optimizer must hold, if these require gradients.
 
     Attributes:
         held: parameters and buffers.
         one_each: one of them for each device.
     """
 
-    def __init__(self, step: EagerStep, modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, step: EagerStep, modules: Sequence[nn.Module], own: Sequence[nn.Module]
+    ) -> None:
         self._step, self._modules = step, modules
         self._optimizer = step.optimizer
         self._members = self._members_now()
@@ -699,7 +704,7 @@ class _Fixed:
         updated = {id(parameter) for parameter in step.parameters()}
         outside = any(
             parameter.requires_grad and id(parameter) not in updated
-            for module in modules
+            for module in own
             for parameter in module.parameters()
         )
         strided = all(tensor.layout == torch.strided for tensor in self.held)

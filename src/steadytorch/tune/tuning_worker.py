@@ -23,7 +23,7 @@ from steadytorch.explain.explain_worker import (
 from steadytorch.findings.finding import Finding
 from steadytorch.training import reference
 from steadytorch.training.verify import verify_training
-from steadytorch.verification.verify import make_reference, verify
+from steadytorch.verification.verify import kept_tf32, make_reference, verify
 
 REFERENCE = "reference.pt"
 _COMPUTE_BOUND = 0.3
@@ -73,11 +73,12 @@ class TuningHandler(ExplainHandler):
 
     def reference(self, seed: int) -> dict[str, Any]:
         """Writes the verification data to a file and returns a `Reference`."""
-        if self.workload.is_training:
-            make = reference.make_reference
-            data, summary = make(self.workload, seed, self._start)
-        else:
-            data, summary = make_reference(self.workload, seed)
+        with kept_tf32():  # this process then profiles the workload with the caller's settings
+            if self.workload.is_training:
+                make = reference.make_reference
+                data, summary = make(self.workload, seed, self._start)
+            else:
+                data, summary = make_reference(self.workload, seed)
         torch.save(data, self.directory / REFERENCE)
         return msgspec.to_builtins(summary)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -103,9 +104,24 @@ def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def without_tf32() -> None:
-    """Disables TF32 for the rest of the process; call only in the reference's worker process."""
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    """Disables TF32 in this process, up to the end of a surrounding `kept_tf32`."""
+    for operator in _operators():
+        operator.fp32_precision = "ieee"
+
+
+@contextmanager
+def kept_tf32() -> Iterator[None]:
+    """Restores the TF32 settings of this process at the end of the `with` block."""
+    before = [operator.fp32_precision for operator in _operators()]
+    try:
+        yield
+    finally:
+        for operator, precision in zip(_operators(), before, strict=True):
+            operator.fp32_precision = precision
+
+
+def _operators() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
 
 
 def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
