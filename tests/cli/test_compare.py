@@ -317,7 +317,13 @@ def test_one_saved_and_one_live_are_refused(steady, save, names):
 
 @pytest.mark.parametrize(
     "option",
-    [("--metric", "latency"), ("--processes", "5"), ("--budget", "1m"), ("--batch", "2")],
+    [
+        ("--metric", "latency"),
+        ("--processes", "5"),
+        ("--budget", "1m"),
+        ("--batch", "2"),
+        ("--device", "cuda"),
+    ],
 )
 def test_options_of_live_comparisons_are_refused_for_saved_results(steady, folder, save, option):
     save("a.json", [10e6] * 5)

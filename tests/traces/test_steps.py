@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from steadytorch.traces.events import Category
@@ -74,6 +76,18 @@ def test_launches_of_other_gpus_do_not_make_a_step_longer():
 def test_marks_of_another_process_are_left_out():
     other = syn.Event("user_annotation", "ProfilerStep#0", 0, 400, process=7, thread=7)
     steps, _ = found(other, syn.step(0, 100, 1_000), launch((200, 210), (300, 900), 1))
+    assert steps == [("ProfilerStep#0", 100, 1_000)]
+
+
+def test_the_process_counts_with_all_of_its_threads():
+    def foreign(start_ns, correlation):
+        call = syn.runtime("cudaLaunchKernel", start_ns, start_ns + 10, correlation=correlation)
+        made = syn.kernel("gemm", start_ns + 20, start_ns + 30, correlation=correlation)
+        return dataclasses.replace(call, process=7, thread=7), made
+
+    other = syn.Event("user_annotation", "ProfilerStep#0", 0, 400, process=7, thread=7)
+    own = [launch((n * 100, n * 100 + 10), (n * 100 + 20, 950), n, thread=n) for n in (2, 3, 4)]
+    steps, _ = found(other, syn.step(0, 100, 1_000), foreign(110, 8), foreign(150, 9), *own)
     assert steps == [("ProfilerStep#0", 100, 1_000)]
 
 

@@ -121,6 +121,19 @@ def test_plans_take_the_places_of_the_modules(pipe, tmp_path, searches, timed):
     assert not isinstance(pipe.vae.decoder, TunedModule)
 
 
+@pytest.mark.parametrize(
+    ("pixels", "latents", "agree"), [(1, 0.0, True), (0, 2e-3, False), (50, 0.0, False)]
+)
+def test_images_do_not_loosen_the_bound_of_other_outputs(pixels, latents, agree):
+    def outputs(pixels, latents):
+        image = np.full((4, 4, 3), 200, np.uint8)
+        image[0, 0, 0] += pixels
+        return whole_call.WholeCall(lambda: (image, (1 + latents) * torch.ones(8)), 0).outputs()
+
+    found = whole_call.difference(outputs(pixels, latents), outputs(0, 0.0), 1e-4)
+    assert (found is None) == agree
+
+
 def test_the_caller_keeps_its_random_numbers(pipe, tmp_path, searches, timed):
     def drawn():
         return torch.rand(()).item(), float(np.random.rand()), random.random()

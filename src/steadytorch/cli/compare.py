@@ -71,8 +71,6 @@ def compare(
 
     replicates = _replicates(processes, fail_slower)
     console = options.console(quiet)
-    resolved = resolve_device(device)
-    facts = load_facts(resolved)
     saved = [name.endswith(".json") for name in (a, b)]
     if all(saved):
         _refuse_live_options()
@@ -80,7 +78,8 @@ def compare(
     elif any(saved):
         raise UsageError("one of A and B is a saved result and the other is not: give two alike")
     else:
-        budget_s = parse_duration(budget)
+        resolved, budget_s = resolve_device(device), parse_duration(budget)
+        facts = load_facts(resolved)
         shape = {"batch": batch, "inputs": inputs, "train": train, "seed": seed}
         sides = [
             (*options.load_with_transforms(each, facts, quiet=quiet, **shape), each)
@@ -125,7 +124,7 @@ def _leave(result: CompareResult, gate: str | None, failed: bool) -> None:
 def _refuse_live_options() -> None:
     """Raises a usage error for options that apply to live comparisons only."""
     context = click.get_current_context()
-    for name in ("metric", "processes", "budget", "batch", "inputs", "train", "seed"):
+    for name in ("metric", "processes", "budget", "batch", "inputs", "train", "seed", "device"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = "--input" if name == "inputs" else f"--{name}"
             raise UsageError(

@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from steadytorch.errors import UsageError
@@ -16,6 +15,7 @@ from steadytorch.results.watched import Watched
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.report import Report
 from steadytorch.serve.plan import Plan
+from steadytorch.workload.generators import restored
 from steadytorch.workload.workload import Workload
 
 check("transformers")
@@ -90,13 +90,13 @@ class SteadyTrainerMixin:
     def steady_workload(self) -> Workload:
         """The model's training step on the first batch, for `steady.tune`.
 
-        The states of PyTorch's random number generators are preserved.
+        The states of the random number generators of PyTorch, NumPy and Python are preserved.
 
         Raises:
             UsageError: the trainer has no training data.
         """
         owner: Any = self
-        with torch.random.fork_rng():
+        with restored():
             batch = next(iter(owner.get_train_dataloader()), None)
         if batch is None:
             raise UsageError("the trainer has no batch to train on: pass train_dataset=...")

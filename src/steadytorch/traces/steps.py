@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -148,11 +149,11 @@ def find_steps(trace: Trace, device: int | None) -> tuple[tuple[Step, ...], np.n
 
 
 def _process(trace: Trace, calls: np.ndarray) -> str | None:
-    """Return the process id of the thread that launched the most of these GPU events."""
-    threads = trace.events.thread[calls[calls >= 0]]
-    if not len(threads):
-        return None
-    return trace.threads[int(np.argmax(np.bincount(threads)))][0]
+    """Return the id of the process that launched the most of these GPU events."""
+    launched: Counter[str] = Counter()
+    for thread, count in enumerate(np.bincount(trace.events.thread[calls[calls >= 0]]).tolist()):
+        launched[trace.threads[thread][0]] += count
+    return max(launched, key=lambda process: launched[process], default=None)
 
 
 def _launched(

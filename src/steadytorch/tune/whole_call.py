@@ -19,6 +19,7 @@ from steadytorch.measure.race import compare as race_pairs
 from steadytorch.runtime.agreement import disagreement
 from steadytorch.runtime.module import TunedModule
 from steadytorch.tune.module_calls import ModuleCalls
+from steadytorch.workload.generators import restored
 from steadytorch.workload.opened import opened
 
 STEP_OF_8_BITS = 1 / 255
@@ -30,11 +31,11 @@ class Outputs(NamedTuple):
 
     Attributes:
         tree: the outputs.
-        has_images: whether any output is an 8-bit image.
+        others: the outputs with None in place of each 8-bit image.
     """
 
     tree: Any
-    has_images: bool
+    others: Any
 
 
 class Outcome(NamedTuple):
@@ -91,7 +92,7 @@ class WholeCall:
 
     def outputs(self) -> Outputs:
         """Runs the call and copies its outputs."""
-        images: list[bool] = []
+        images = list[torch.Tensor]()
 
         def copied(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -99,12 +100,16 @@ class WholeCall:
             if not (isinstance(value, np.ndarray) or hasattr(value, "__array_interface__")):
                 return value
             array = torch.as_tensor(np.array(value))  # as images of PIL have it
-            images.append(array.dtype == torch.uint8)
-            return array / 255 if images[-1] else array
+            if array.dtype != torch.uint8:
+                return array
+            images.append(array / 255)
+            return images[-1]
 
         with _seeded(self.seed):
             tree = pytree.tree_map(copied, opened(self.call()))
-        return Outputs(tree, any(images))
+        known = set(map(id, images))
+        others = pytree.tree_map(lambda leaf: None if id(leaf) in known else leaf, tree)
+        return Outputs(tree, others)
 
     def check(self, swaps: list[Swap], expected: Outputs, limit: float, seconds: float) -> Outcome:
         """Verifies and times the call with tuned modules; takes the modules out if a check fails.
@@ -185,8 +190,10 @@ class WholeCall:
 
 def difference(found: Outputs, expected: Outputs, limit: float) -> str | None:
     """Describes how outputs differ beyond a relative L2 error; None if the outputs agree."""
-    least = STEP_OF_8_BITS if expected.has_images else 0.0
-    return disagreement(found.tree, expected.tree, max(limit, least), strides=False)
+    fault = disagreement(found.others, expected.others, limit, strides=False)
+    return fault or disagreement(
+        found.tree, expected.tree, max(limit, STEP_OF_8_BITS), strides=False
+    )
 
 
 def _synchronize() -> None:
@@ -197,14 +204,8 @@ def _synchronize() -> None:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seeds the PyTorch, NumPy and Python generators in the block; restores their states after."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with restored():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield
