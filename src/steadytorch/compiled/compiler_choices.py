@@ -95,7 +95,7 @@ class Choices:
         return any(self._decided().values())
 
     def _decided(self) -> dict[str, bool]:
-        """Padding decisions of the processes of the search, by matrix product."""
+        """Maps each matrix product to the search's decision whether to pad it."""
         noted = [] if self._folder is None else self._folder.glob("*.json")
         return dict(json.loads(path.read_text("utf-8")) for path in noted)
 

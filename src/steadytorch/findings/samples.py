@@ -61,7 +61,7 @@ class Samples:
         """Whether a delay of the host delays the step.
 
         True for work on a CPU, and for latencies, which are synchronised. For periods on a GPU,
-        true if enqueueing takes at least 80 % of the period; otherwise, the host runs ahead.
+        true if enqueueing takes at least 80 % of the period: the host then hardly runs ahead.
         """
         if not len(self.host_ns):
             return True

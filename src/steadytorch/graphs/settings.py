@@ -33,10 +33,12 @@ class Settings:
     after the step's Python code has run, so that values set by the step itself do not count as
     changed.
 
-    Watched are numbers, strings and tensors: attributes of modules; globals, closures and keyword
-    arguments that the loss reads, and attributes and containers reached from them; globals and
-    closures that the `forward` of user-defined modules reads. Of tensors, their memory is watched,
-    and the value of those with one element on the CPU, because kernels get it as an argument.
+    The values are numbers, strings and tensors. `Settings` reads them from attributes of modules,
+    and from globals and closures that the loss or the `forward` of a user-defined module reads. It
+    follows objects and containers that the loss reads.
+
+    A tensor counts as changed if its memory does. A CPU tensor of one element also counts as
+    changed if its value does, because kernels get the value as an argument.
 
     Args:
         modules: the module trees of the step.

@@ -55,7 +55,7 @@ class Repeats:
 
 
 def repeats(trace: Trace, ledger: Ledger) -> Repeats:
-    """Match the kernels of a GPU ledger's steps; a kernel belongs to the step it begins in."""
+    """Match each kernel of a GPU step with the same kernel in the other steps."""
     events, count = trace.events, len(ledger.steps)
     rows = gpu_rows(trace, ledger.device)
     rows = rows[events.category[rows] == Category.KERNEL]

@@ -196,9 +196,9 @@ def race(
 
     A look drops an arm if its exact interval against the leader, at level alpha / ((k - 1) looks)
     for k arms, lies above zero. A look with too few rounds for an exact interval is postponed to
-    the first round that allows one. The race ends when one arm is left, when all remaining arms lie
-    within the leader's tie band, or at the last look. The race also ends when the leader is good
-    enough (`loss`) or `stop` returns True.
+    the first round that allows one. The race ends when one arm is left, when all remaining arms are
+    within `tie` of the leader's time, or after the last number of rounds in `looks`. The race also
+    ends when the leader is good enough (`loss`) or `stop` returns True.
 
     Args:
         arms: each runs one block and returns its time.

@@ -1,4 +1,4 @@
-"""Serves calls of a model with one tuned executor per input signature, or untouched.
+"""Serves calls of a model: one tuned executor per input signature, else the untouched model.
 
 Dispatch: the shapes, strides, dtypes and devices of the arguments form a key, which maps to an
 entry with the executor. The fast path does one dictionary look-up, one executor call, one weight

@@ -115,7 +115,7 @@ class FirstCall:
 class CanaryProbation:
     """Compares first calls with the untouched model (a canary), and checks for state changes.
 
-    A model may change its state only in a branch that is first taken after many calls. Every call
+    Some models change their state only in a branch that is first taken after many calls. Every call
     that runs both the executor and the model is therefore checked for state changes. A call that
     runs only the executor gets the lighter check that all later calls get.
 

@@ -223,7 +223,7 @@ class CandidatePool:
         return max(needed_s)
 
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:
-        """Times one more block and returns its statistic in ns.
+        """Times one more block of iterations; returns its median in ns, or its maximum for a tail.
 
         Raises:
             WorkerFault: the candidate's worker died, now or earlier; the trial is rejected.

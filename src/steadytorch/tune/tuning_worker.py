@@ -126,7 +126,7 @@ class TuningHandler(ExplainHandler):
     def explained(self, seconds: float) -> dict[str, Any]:
         """Profiles a few steps of the untouched workload; returns an `Explained`.
 
-        Finding rules that need more than a profiler trace abstain. The process must not be timed
+        Rules that need more than a profiler trace report no finding. The process must not be timed
         after profiling.
         """
         # Imported here because every worker loads this file, but only one profiles.

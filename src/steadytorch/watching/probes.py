@@ -316,7 +316,7 @@ def _as_if(code: CodeType, original: CodeType, names: dict[str, str]) -> CodeTyp
 def _hide_from_compiler(file: str) -> None:
     """Set the file name of the probes' code to the name of a file that torch.compile skips.
 
-    If the probes kept their own file name, torch.compile would compile them at graph breaks.
+    Otherwise torch.compile would compile the probes at graph breaks.
     """
     inside = (StepClock, Probes, FlightRecorder)
     functions = [each for kind in inside for each in vars(kind).values()]
