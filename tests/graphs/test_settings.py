@@ -159,6 +159,31 @@ def test_values_that_a_method_and_its_helpers_read():
     assert not changes(trainer.loss, lambda: setattr(trainer, "steps", 1))
 
 
+class Term:
+    power = 2
+
+    def __init__(self, rate):
+        self._rate = rate
+
+    @property
+    def rate(self):
+        return self._rate
+
+    def scaled(self, output):
+        return output**self.power * self.rate
+
+
+def test_each_of_several_objects_of_a_class_with_its_properties_and_class_attributes(monkeypatch):
+    first, second = Term(1.0), Term(2.0)
+
+    def loss(output):
+        return first.scaled(output) + second.scaled(output)
+
+    assert changes(loss, lambda: setattr(second, "_rate", 3.0))
+    assert changes(loss, lambda: setattr(first, "_rate", 3.0))
+    assert changes(loss, lambda: monkeypatch.setattr(Term, "power", 3))
+
+
 def helper(output):
     return output * CONFIG.rate + sum(TERMS)
 

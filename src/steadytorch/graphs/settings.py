@@ -106,6 +106,7 @@ class _Read:
         self.lists = list[list[Any]]()
         self.modules = list[nn.Module]()
         self._seen = set[int]()
+        self._methods = set[tuple[int, int]]()
         self._alive = list[Any]()  # so that no id is used twice
 
     def look(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
@@ -127,8 +128,7 @@ class _Read:
         elif isinstance(value, FunctionType):
             self._function(value, depth)
         elif isinstance(value, MethodType):
-            self._object(value.__self__, _names(value.__func__)[1], depth)
-            self.look(value.__func__, names, depth)
+            self._method(value.__self__, value.__func__, depth)
         elif isinstance(value, partial):
             self._entries(value.keywords, value.keywords, names, depth)
             for each in (value.func, *value.args):
@@ -166,17 +166,22 @@ class _Read:
         if isinstance(call, FunctionType):
             names |= _names(call)[1]
             self.look(call, names, depth)
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, Mapping):
-            self._entries(held, [name for name in held if name in names], names, depth - 1)
-        for name in names:  # methods that the code calls
-            method = getattr(type(value), name, None)
-            if isinstance(method, FunctionType):
-                self._object_method(value, method, depth - 1)
+        held = getattr(value, "__dict__", {})
+        for space in (held, *map(vars, type(value).__mro__)):
+            self._entries(space, [name for name in space if name in names], names, depth - 1)
+        for name in names:
+            self._method(value, getattr_static(type(value), name, None), depth - 1)
 
-    def _object_method(self, value: Any, method: FunctionType, depth: int) -> None:
-        if depth >= 0 and id(method) not in self._seen and not _is_library(method):
-            self.look(MethodType(method, value), depth=depth)
+    def _method(self, value: Any, found: Any, depth: int) -> None:
+        """Search a method that the code calls, or a property that it reads."""
+        method = found.fget if isinstance(found, property) else found
+        if not isinstance(method, FunctionType) or (id(value), id(method)) in self._methods:
+            return
+        self._methods.add((id(value), id(method)))
+        if depth >= 0 and not _is_library(method):
+            self._alive.append(value)
+            self._object(value, _names(method)[1], depth)
+            self.look(method, depth=depth)
 
     def _entries(
         self,
