@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from scripted import NullListener
-from simulated import AUTOCAST, AVAILABLE, BF16, MS, Machine, outcome, search
+from simulated import AUTOCAST, AVAILABLE, BF16, MS, RANGES, Machine, outcome, search
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.prospects import Prospects
@@ -151,6 +151,16 @@ def test_a_second_compilation_begins_early_only_if_twice_its_guess_fits():
         return sum("compile" in label for second, label in begun(log) if second < 40.0)
 
     assert compilers(36.0) < compilers(180.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_engine_begins_beside_a_compilation_that_outlasts_the_budget(seed, monkeypatch):
+    engine = TransformSpec("openvino", (("precision", "f32"), ("threads", ""), ("pinned", False)))
+    monkeypatch.setitem(RANGES, "openvino", (0.3, 0.4))
+    machine = Machine(seed, compile_s=200.0)
+    machine.untouched_ns = 40 * MS
+    found = search(machine, 30.0, slots=2, available=[engine, *ON_CPU], device="cpu")
+    assert found.chosen == (engine,)
 
 
 def test_the_leader_is_tried_without_padding_if_the_compiler_padded():

@@ -615,14 +615,13 @@ class Search:
             return []
         begun, taken = self._scheduler.begun, []
         room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
-        # Until a compiled candidate or an engine was timed, the first are worth a risk. Others
-        # slow them down, so they must fit even if the guess at their set-up is too short.
+        # Until a compiled candidate or an engine was timed, one is worth a risk. More compilations
+        # slow the first down, so they must fit even if the guess at their set-up is too short.
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())
         bold = not (engines or self._has_timed_compiled())
-        first = bold and not any(map(compiles, begun))
-        longest_s = left_s + (self._budget.may_add_s() if first else 0.0)
-        if bold and not first:
-            longest_s /= GUESSED_SHORT
+        longest_s = compiled_s = left_s + (self._budget.may_add_s() if bold else 0.0)
+        if bold and any(map(compiles, begun)):
+            compiled_s = left_s / GUESSED_SHORT
         in_turn = self._scheduler.shares_cores
         if in_turn:
             left_s -= self._kept_s(left_s)
@@ -631,8 +630,8 @@ class Search:
             if (known and candidate not in retry) or (compiles(candidate) and not room):
                 continue
             expected_s = self._budget.expected_setup_s(candidate, self._pool.trials)
-            risky = compiles(candidate) or transforms.engines(candidate)
-            if expected_s < (longest_s if risky else left_s):
+            most_s = longest_s if transforms.engines(candidate) else left_s
+            if expected_s < (compiled_s if compiles(candidate) else most_s):
                 taken.append(candidate)
                 room -= compiles(candidate)
                 if in_turn:
