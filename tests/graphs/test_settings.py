@@ -184,6 +184,20 @@ def test_each_of_several_objects_of_a_class_with_its_properties_and_class_attrib
     assert changes(loss, lambda: monkeypatch.setattr(Term, "power", 3))
 
 
+class Base:
+    rate = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+def test_inherited_attributes_of_a_class(monkeypatch):
+    assert changes(
+        lambda output: output * Derived.rate, partial(monkeypatch.setattr, Base, "rate", 2)
+    )
+
+
 def helper(output):
     return output * CONFIG.rate + sum(TERMS)
 

@@ -167,7 +167,8 @@ class _Read:
             names |= _names(call)[1]
             self.look(call, names, depth)
         held = getattr(value, "__dict__", {})
-        for space in (held, *map(vars, type(value).__mro__)):
+        kind = value if isinstance(value, type) else type(value)
+        for space in (held, *map(vars, kind.__mro__)):
             self._entries(space, [name for name in space if name in names], names, depth - 1)
         for name in names:
             self._method(value, getattr_static(type(value), name, None), depth - 1)
