@@ -198,6 +198,26 @@ def test_inherited_attributes_of_a_class(monkeypatch):
     )
 
 
+class Rates:
+    rate = 1.0
+
+    @classmethod
+    def of_class(cls, output):
+        return output * cls.rate
+
+    @staticmethod
+    def static(output):
+        return output * CONFIG.rate
+
+
+@pytest.mark.parametrize("holder", [Rates, Rates()])
+def test_class_methods_and_static_methods(holder, monkeypatch):
+    change = partial(monkeypatch.setattr, Rates, "rate", 2)
+    assert changes(lambda output: holder.of_class(output), change)
+    change = partial(monkeypatch.setattr, CONFIG, "rate", 7)
+    assert changes(lambda output: holder.static(output), change)
+
+
 def helper(output):
     return output * CONFIG.rate + sum(TERMS)
 

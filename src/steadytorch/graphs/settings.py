@@ -166,16 +166,16 @@ class _Read:
         if isinstance(call, FunctionType):
             names |= _names(call)[1]
             self.look(call, names, depth)
-        held = getattr(value, "__dict__", {})
         kind = value if isinstance(value, type) else type(value)
-        for space in (held, *map(vars, kind.__mro__)):
+        own = () if kind is value else (getattr(value, "__dict__", {}),)
+        for space in (*own, *map(vars, kind.__mro__)):
             self._entries(space, [name for name in space if name in names], names, depth - 1)
         for name in names:
-            self._method(value, getattr_static(type(value), name, None), depth - 1)
+            self._method(value, getattr_static(kind, name, None), depth - 1)
 
     def _method(self, value: Any, found: Any, depth: int) -> None:
         """Search a method that the code calls, or a property that it reads."""
-        method = found.fget if isinstance(found, property) else found
+        method = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
         if not isinstance(method, FunctionType) or (id(value), id(method)) in self._methods:
             return
         self._methods.add((id(value), id(method)))
