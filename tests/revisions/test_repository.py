@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from threading import Barrier, Thread
 
 import pytest
@@ -98,7 +99,7 @@ def test_ctrl_c_while_a_worktree_is_made_leaves_nothing(repository, found, tmp_p
 
 
 def test_worktrees_can_be_made_at_the_same_time(repository, found):
-    commit, together, texts = found.commit("HEAD"), Barrier(4), []
+    commit, together, texts = found.commit("HEAD"), Barrier(4, timeout=60), []
 
     def one():
         together.wait()
@@ -112,6 +113,34 @@ def test_worktrees_can_be_made_at_the_same_time(repository, found):
     for thread in threads:
         thread.join()
     assert (texts, repository.worktrees()) == (["one"] * 4, 1)
+
+
+def test_one_worktree_is_made_or_removed_at_a_time(found, monkeypatch):
+    commit, git, together = found.commit("HEAD"), module.run_git, Barrier(3, timeout=60)
+    under_way, most = [], []
+
+    def watched(folder, *arguments):
+        if "worktree" not in arguments:
+            return git(folder, *arguments)
+        under_way.append(arguments)
+        most.append(len(under_way))
+        time.sleep(0.02)
+        done = git(folder, *arguments)
+        under_way.remove(arguments)
+        return done
+
+    def one():
+        together.wait()
+        with found.worktree(commit, "base"):
+            pass
+
+    monkeypatch.setattr(module, "run_git", watched)
+    threads = [Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 9
 
 
 def test_hooks_of_the_repository_do_not_run(repository, found):

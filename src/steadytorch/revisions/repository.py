@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -87,17 +88,33 @@ class Repository(NamedTuple):
         above = Path(tempfile.mkdtemp(prefix="steadytorch-"))
         tree = above / name
         try:
-            done = run_git(
-                self.root, *_QUIET, "worktree", "add", "--detach", "--quiet", str(tree), commit
-            )
+            add = ("worktree", "add", "--detach", "--quiet", str(tree), commit)
+            with self._alone():
+                done = run_git(self.root, *_QUIET, *add)
             if done.returncode:
                 raise UsageError(f"{commit[:12]} cannot be checked out: {_reason(done)}")
             yield tree.resolve()
         finally:
-            # Twice --force: git locks a worktree while it is made.
-            run_git(self.root, "worktree", "remove", "--force", "--force", str(tree))
-            shutil.rmtree(above, ignore_errors=True)
-            run_git(self.root, "worktree", "prune")
+            with self._alone():
+                # Twice --force: git locks a worktree while it is made.
+                run_git(self.root, "worktree", "remove", "--force", "--force", str(tree))
+                shutil.rmtree(above, ignore_errors=True)
+                run_git(self.root, "worktree", "prune")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads and processes from changing the repository's worktrees meanwhile.
+
+        git 2.39 sometimes fails while another worktree is made, as it reads that one's files before
+        they are written. Nothing is locked where the file system has no locks.
+        """
+        common = run_git(self.root, "rev-parse", "--git-common-dir").stdout.rstrip("\n")
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(self.root / common, os.O_RDONLY)
+                held.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
 
     def copy_onto(self, tree: Path) -> None:
         """Copies uncommitted changes, including untracked files, onto a worktree of HEAD."""
