@@ -87,7 +87,8 @@ def start_all(
 ) -> list[Arm]:
     """Set up our plans and every option, in parallel on shared cores.
 
-    Another process computes the float64 reference for their checks.
+    Another process computes the float64 reference for their checks. What runs out of memory is set
+    up once more, with nothing else being set up.
 
     Args:
         plans: file of each plan, by name.
@@ -102,20 +103,24 @@ def start_all(
     """
     names = [*plans, *options]
     reference = Arm(REFERENCE, Worker(TUNING_HANDLER, directory, REFERENCE))
-    arms = [
-        Arm(name, Worker(HANDLER, directory, f"arm-{i}", _environment(name, options, directory)))
-        for i, name in enumerate(names)
-    ]
-    try:
-        for arm in (reference, *arms):
+
+    def started(name: str, folder: str) -> Arm:
+        environment = _environment(name, options, directory / f"cache-{folder}")
+        return Arm(name, Worker(HANDLER, directory, folder, environment))
+
+    def set_up(*unready: Arm) -> None:
+        for arm in unready:
             arm.worker.send("load", device=device, ambient=ambient())
-        while waiting := [arm for arm in (reference, *arms) if arm.stage not in ENDED]:
-            _wait(waiting)
-            for arm in waiting:
-                if _moved(arm, plans, cap_s, reference.stage == "ready") and arm.stage in ENDED:
-                    tell(f"{arm.option}: {arm.failed or _took(arm)}")
-            if reference.failed is not None:
-                raise WorkerFault(Fault.RAISED, reference.failed, reference.detail)
+        _advance(unready, plans, cap_s, reference, tell)
+
+    arms = [started(name, f"arm-{i}") for i, name in enumerate(names)]
+    try:
+        set_up(reference, *arms)
+        reference.worker.kill()
+        for i, arm in enumerate(arms):
+            if arm.failed == Fault.OUT_OF_MEMORY:
+                arms[i] = started(arm.option, f"arm-{i}-again")
+                set_up(arms[i])
     except BaseException:
         for arm in arms:
             arm.worker.kill()
@@ -125,14 +130,31 @@ def start_all(
     return arms
 
 
-def _environment(name: str, options: Sequence[str], directory: Path) -> dict[str, str]:
-    """Environment with the option's own compiler cache and its share of the cores."""
+def _advance(
+    unready: Sequence[Arm],
+    plans: Mapping[str, str],
+    cap_s: float,
+    reference: Arm,
+    tell: Callable[[str], None],
+) -> None:
+    """Take arms through their stages until each is ready or has failed."""
+    while waiting := [arm for arm in unready if arm.stage not in ENDED]:
+        _wait(waiting)
+        for arm in waiting:
+            if _moved(arm, plans, cap_s, reference.stage == "ready") and arm.stage in ENDED:
+                tell(f"{arm.option}: {arm.failed or _took(arm)}")
+        if reference.failed is not None:
+            raise WorkerFault(Fault.RAISED, reference.failed, reference.detail)
+
+
+def _environment(name: str, options: Sequence[str], cache: Path) -> dict[str, str]:
+    """Environment with the option's own compiler cache `cache` and its share of the cores."""
     cores = len(os.sched_getaffinity(0))
     compiled = sum(map(compiles, options)) + 1
     # Twice the number of cores, because compilers mostly wait.
     threads = cores // 2 if AUTOTUNED in name else 2 * cores // compiled
     return {
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / f"cache-{name.replace(' ', '-')}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, threads)),
     }
 

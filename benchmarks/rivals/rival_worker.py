@@ -15,7 +15,7 @@ import steadytorch as steady
 from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
 from steadytorch.bench.counting import counted_of, counting
 from steadytorch.measure.sampler import warm_up
-from steadytorch.tune.tuning_worker import REFERENCE
+from steadytorch.tune.tuning_worker import load_reference
 from steadytorch.verification.verify import verify
 
 SETTLING_NS = 4e6
@@ -68,11 +68,10 @@ class RivalHandler(WorkloadHandler):
     def check(self) -> dict[str, Any]:
         """Read the peak memory, then verify the option; return a `SetUp`."""
         peak = self._peak_memory()
-        data = torch.load(
-            self.directory / REFERENCE, map_location=self.workload.device, weights_only=True
-        )
+        data = load_reference(self.directory)
         # Who writes an option by hand may take its results in another layout.
         found = verify(self.model, self.workload, data, strides=self._is_ours)
+        torch.cuda.empty_cache()  # all options stay on the device
         error = None if found.error is None else found.error.relative_l2
         return msgspec.to_builtins(SetUp(self._setup_s, peak, error, found.fault))
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from steadytorch.plugins import (
     Applicable,
-    Claim,
     DeviceFacts,
     NotApplicable,
     Risk,
@@ -37,8 +36,8 @@ FP8_CAPABILITY = (8, 9)
 class TorchAo(Transform):
     """Quantises the weights of linear layers, and with `dynamic` also their inputs.
 
-    Works on a copy, before `compile`, which fuses the conversions. Its errors must stay within the
-    tolerance of class bf16, the lowest.
+    Works on a copy, after `cast_weights` and before `compile`, which fuses the conversions. Its
+    errors must stay within the tolerance of class bf16, the lowest.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,11 +53,6 @@ class TorchAo(Transform):
     def precision(self) -> str:
         """The lowest class."""
         return "bf16"
-
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        """The element type of the weights."""
-        return (Claim.ELEMENT_TYPE,)
 
     def libraries(self) -> dict[str, str]:
         """The version of torchao."""

@@ -14,6 +14,7 @@ from torch import nn
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.plugins import Applicable, Workload
+from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.plugins import class_fault
 
 SOURCE = Path(__file__).parents[2] / "plugins" / "torchao" / "steadytorch_torchao.py"
@@ -68,6 +69,17 @@ def test_it_quantises_a_copy(plugin):
     error = float((found - before).norm() / before.norm())
     assert 0 < error < 0.05
     assert torch.equal(made.model(*made.inputs), before)
+
+
+@torch.no_grad()
+def test_it_quantises_16_bit_weights(plugin):
+    made = workload()
+    before = made.model(*made.inputs)
+    assert not set(plugin.TorchAo().claims) & set(CastWeights().claims)
+    with CastWeights().applied(made) as lower, plugin.TorchAo().applied(lower) as changed:
+        found = changed.model(*made.inputs)
+    error = float((found - before).norm() / before.norm())
+    assert 0 < error < 0.05
 
 
 def test_one_that_quantised_nothing_did_not_engage(plugin, monkeypatch):

@@ -420,8 +420,12 @@ def test_a_leader_is_cut_up_anew_and_stays_as_it_was_else():
 @pytest.mark.parametrize("regime", REGIMES)
 def test_masks_are_written_out_where_code_is_compiled_and_recorded(regime):
     mask = single("dense_mask")
-    seeds = CandidateSource([BF16, LAYOUT, mask, FROZEN, GRAPH], WORKLOAD, "bf16", regime).seeds()
-    assert transforms.order([BF16, LAYOUT, mask, FROZEN, GRAPH]) in seeds[:3]
+    available = [BF16, LAYOUT, mask, FROZEN, GRAPH]
+    seeds = CandidateSource(available, WORKLOAD, "bf16", regime).seeds()
+    assert transforms.order(available) in seeds[:3]
+    assert all(mask in seed for seed in seeds if {FROZEN, GRAPH} & set(seed))
+    uncompiled = next(seed for seed in seeds if FROZEN not in seed)
+    assert uncompiled == transforms.order([BF16, LAYOUT, mask, GRAPH])
 
 
 PATCHES = single("linear_patches")

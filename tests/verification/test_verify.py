@@ -219,6 +219,19 @@ def test_the_error_of_an_integer_output_is_the_fraction_that_differs():
     assert error == OutputError(0.25, 0.25)
 
 
+@pytest.mark.parametrize("compared", [1, 7, 64])
+def test_errors_do_not_depend_on_how_many_elements_are_compared_at_a_time(compared, monkeypatch):
+    ref = torch.randn(6, 8, dtype=torch.float64)
+    out = (ref.T.contiguous() + 1e-3 * torch.randn(8, 6, dtype=torch.float64)).T
+    ref[2, 3] = out[2, 3] = INF
+    monkeypatch.setattr("steadytorch.verification.verify.COMPARED", compared)
+    found = output_error([out.float()], [ref])
+    finite = ref.isfinite()
+    delta = (out.float().double() - ref)[finite]
+    assert found.relative_l2 == pytest.approx(float(delta.norm() / ref[finite].norm()))
+    assert found.relative_max == pytest.approx(float(delta.abs().max() / ref[finite].abs().max()))
+
+
 def test_complex_outputs_are_compared_as_numbers():
     workload = Workload(torch.fft.fft, torch.randn(4, 16))
     data, reference = make_reference(workload, 0)

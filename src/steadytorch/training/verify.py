@@ -33,8 +33,14 @@ from steadytorch.training.random_steps import (
 )
 from steadytorch.training.replays import replay_fault
 from steadytorch.verification.verdict import OutputError, Verification, decide_parts, worst
-from steadytorch.verification.verify import detached, equal, form_fault, nested, nesting_fault
-from steadytorch.workload.signature import map_tensors
+from steadytorch.verification.verify import (
+    detached,
+    equal,
+    form_fault,
+    nested,
+    nesting_fault,
+    on_device,
+)
 from steadytorch.workload.start import Start, parameters_of
 from steadytorch.workload.workload import Workload
 
@@ -95,7 +101,7 @@ def _with_draws(
     A step that draws the same random numbers as the untouched step has already been compared
     exactly.
     """
-    arguments = nested(workload, _moved(detached(data["sets"][0]), workload))
+    arguments = nested(workload, detached(on_device(data["sets"][0], workload)))
     if (fault := drawing_fault(workload, model, arguments, start)) is not None:
         return Verification(None, fault)
     explained = {part: OutputError(*both) for part, both in data["explained"][precision].items()}
@@ -105,10 +111,6 @@ def _with_draws(
     sample = summaries(workload, model, arguments, start, rounding["bf16"], FIRST_SEED + SEEDS)
     p_value, differs = difference(sample, data["draws"], precision, rounding[precision])
     return Verification(found.error, None, found.parts, p_value, differs)
-
-
-def _moved(tree: Any, workload: Workload) -> Any:
-    return map_tensors(lambda tensor: tensor.to(workload.device), tree)
 
 
 class _Due:
@@ -121,13 +123,13 @@ class _Due:
     """
 
     def __init__(self, workload: Workload, data: Mapping[str, Any], number: int) -> None:
-        def here(tree: Any) -> Any:
-            return map_tensors(lambda tensor: tensor.to(workload.device), tree)
+        def here(part: str) -> Any:
+            return on_device(data[part][number], workload)
 
-        self.inputs: list[Tensor] = here(detached(data["sets"][number]))
-        self.right: dict[str, Any] = here(data["right"][number])
+        self.inputs: list[Tensor] = detached(here("sets"))
+        self.right: dict[str, Any] = here("right")
         self._given = detached(self.inputs)
-        self._own, self._counted = here(data["own"][number]), here(data["counted"][number])
+        self._own, self._counted = here("own"), here("counted")
         self._nesting = data["nesting"][number]
         self._draws = data["draws"] is not None
         self._parameters = parameters_of(workload)

@@ -151,7 +151,8 @@ class CandidateSource:
             (fold, lower, layout, engines, frozen, graph),
             (fold, lower, layout, engines, graph),
         ]
-        # Masks that keep attention off fused kernels do so in compiled and recorded code too.
+        # Under compilation and graph capture, models pass masks that they leave out in eager mode.
+        # Masks off fused kernels cost more than the rest of an encoder.
         mask, patches = self._spec("dense_mask"), self._spec("linear_patches")
         separable = self._spec("fused_kernels", separable=True) if frozen is not None else None
         front: list[tuple[TransformSpec | None, ...]] = []
@@ -160,21 +161,25 @@ class CandidateSource:
             with_engines.insert(0, (separable, lower, layout, patches, engines, frozen, graph))
         if patches is not None:
             front.append((lower, layout, patches, mask, frozen, graph))
-            front += [(lower, layout, patches, graph)] if graph is not None else []
+            front += [(lower, layout, patches, mask, graph)] if graph is not None else []
         compiled = [
-            (lower, layout, frozen, graph),
-            (lower, layout, plain, graph or eager),
-            (lower, frozen, graph),
-            (lower, layout, frozen),
-            (lower, layout, trees),
+            (lower, layout, mask, frozen, graph),
+            (lower, layout, mask, plain, graph or eager),
+            (lower, mask, frozen, graph),
+            (lower, layout, mask, frozen),
+            (lower, layout, mask, trees),
         ]
-        if mask is not None:
-            compiled.insert(0, (lower, layout, mask, frozen, graph))
         if stem is not None:
             compiled.insert(0, (fold, stem, lower, layout, frozen, graph))
-        uncompiled = [(lower, layout, graph), (lower, graph), (lower, layout, eager)]
+        uncompiled = [(lower, layout, mask, graph), (lower, mask, graph), (lower, layout, eager)]
         alone = [(fold, lower, layout, engines, eager)] if engines is not None else []
-        rest = [(autocast, layout, graph), (frozen, graph), (graph,), (eager,), (layout, eager)]
+        rest = [
+            (autocast, layout, mask, graph),
+            (mask, frozen, graph),
+            (mask, graph),
+            (eager,),
+            (layout, eager),
+        ]
         first, second = (
             (uncompiled[:1] + compiled[:1], uncompiled[1:] + compiled[1:])
             if self._regime == "launch-bound"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -65,6 +66,11 @@ CHARACTER_NS = 2e9
 """Time limit in ns for finding what bounds a workload; at least two iterations are timed."""
 
 
+def load_reference(directory: Path) -> dict[str, Any]:
+    """Maps the verification data on the CPU, since all of it may not fit on a device."""
+    return torch.load(directory / REFERENCE, map_location="cpu", weights_only=True, mmap=True)
+
+
 class TuningHandler(ExplainHandler):
     """Worker handler for tuning.
 
@@ -80,20 +86,20 @@ class TuningHandler(ExplainHandler):
             else:
                 data, summary = make_reference(self.workload, seed)
         torch.save(data, self.directory / REFERENCE)
+        del data
+        torch.cuda.empty_cache()  # this worker stays alive, beside others on the device
         return msgspec.to_builtins(summary)
 
     def verify(self) -> dict[str, Any]:
         """Compares the applied candidate with the reference and returns a `Verification`."""
-        path = self.directory / REFERENCE
+        data = load_reference(self.directory)
         if self.workload.is_training:
-            # Gradients are as large as the weights: map them and load one set at a time.
-            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             found = verify_training(
                 self.model, self.step, self.workload, data, self._start, self._precision
             )
         else:
-            data = torch.load(path, map_location=self.workload.device, weights_only=True)
             found = verify(self.model, self.workload, data)
+        torch.cuda.empty_cache()  # this worker stays alive, beside others on the device
         return msgspec.to_builtins(found)
 
     @own_errors()

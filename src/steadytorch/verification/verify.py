@@ -39,6 +39,8 @@ the original value fails."""
 REPEATABLE = 1e-4
 """Largest relative L2 error between two reference calls: far above the effect of summation order in
 float32, far below that of a random mask."""
+COMPARED = 1 << 22
+"""Elements compared at a time, as float64 copies of whole outputs may exceed a device's memory."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -217,7 +219,8 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
 
     Returns:
         The data for comparing candidates (tensors of each input set, reference outputs, own outputs
-        and their nesting), to be saved for the workers; and the summary for the parent.
+        and their nesting, and which outputs are on the CPU), to be saved for the workers; and the
+        summary for the parent.
     """
     notes: list[str] = []
     with torch.no_grad():
@@ -253,6 +256,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "sets": [tensors_of(arguments) for arguments in sets],
         "reference": reference,
         "own": own,
+        "on_cpu": [as_tensor(value).is_cpu for value in own[0]],
         "nesting": [nested_as for _, nested_as in called],
     }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
@@ -277,29 +281,40 @@ def verify(
     Args:
         model: the transformed model, called like the untouched one.
         workload: the untouched workload; its arguments give the nesting of the inputs.
-        data: the data that `make_reference` returned.
+        data: the data that `make_reference` returned; on any device.
         strides: whether outputs must have the strides of the untouched workload's outputs.
     """
     errors: list[OutputError] = []
     first, kept = None, []
-    for i, tensors in enumerate(data["sets"]):
-        arguments = nested(workload, tensors)
+
+    def expected(part: str, i: int) -> list[Value]:
+        """Outputs on the devices where the untouched workload returns them."""
+        placed = zip(data[part][i], data["on_cpu"], strict=True)
+        return [value if on_cpu else on_device(value, workload) for value, on_cpu in placed]
+
+    for i, on_file in enumerate(data["sets"]):
+        tensors = on_device(on_file, workload)
         given = detached(tensors)
-        returned = call(model, arguments)
+        returned = call(model, nested(workload, tensors))
         outputs = copied(returned)
-        fault = form_fault(outputs, data["own"][i])
+        fault = form_fault(outputs, expected("own", i))
         if fault is None:
             fault = nesting_fault(nesting(returned), data["nesting"][i], strides)
         if fault is None and not equal(given, tensors):
             fault = "writes to its inputs"
         if fault is not None:
             return Verification(None, fault)
-        errors.append(output_error(outputs, data["reference"][i]))
+        errors.append(output_error(outputs, expected("reference", i)))
         if first is None:
             first, kept = returned, outputs
     if _overwrites(model, workload, data["sets"], first, kept):
         return Verification(None, SHARED)
     return Verification(worst(errors))
+
+
+def on_device(tree: Any, workload: Workload) -> Any:
+    """Returns nested containers with their tensors on the workload's device."""
+    return map_tensors(lambda tensor: tensor.to(workload.device), tree)
 
 
 def nested(workload: Workload, tensors: Sequence[torch.Tensor]) -> Arguments:
@@ -315,7 +330,7 @@ def _overwrites(
     if len(sets) > 1:
         return not equal(kept, values_of(first))
     # With one input set a second call writes equal values, so compare addresses.
-    again = call(model, nested(workload, [tensor.clone() for tensor in sets[0]]))
+    again = call(model, nested(workload, detached(on_device(sets[0], workload))))
     return bool(memory_of(first) & memory_of(again))
 
 
@@ -388,21 +403,28 @@ def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
         if ref.is_complex():
             out, ref = torch.view_as_real(out), torch.view_as_real(ref)
         if not ref.is_floating_point():
-            differs = float((out != ref).double().mean())
+            differs = int((out != ref).count_nonzero()) / ref.numel()
             found = worst([found, OutputError(differs, differs)])
             continue
-        finite = ref.isfinite() & out.isfinite()
-        wide = torch.where(finite, ref.double(), 0.0)
-        delta = torch.where(finite, out.double() - ref.double(), 0.0)
-        scale, largest = float(wide.norm()), float(wide.abs().max())
-        l2 = float(delta.norm())
-        peak = float(delta.abs().max())
-        error = OutputError(
-            l2 / scale if scale else l2,
-            peak / largest if largest else peak,
-        )
-        found = worst([found, error])
+        found = worst([found, _relative_error(out, ref)])
     return found
+
+
+def _relative_error(out: torch.Tensor, ref: torch.Tensor) -> OutputError:
+    """Error over the finite elements, divided by the reference's size unless that is zero."""
+    parts = zip(out.reshape(-1).split(COMPARED), ref.reshape(-1).split(COMPARED), strict=True)
+    l2, peak, scale, largest = torch.stack([_sizes(*part) for part in parts]).unbind(1)
+    l2, scale = float(l2.norm()), float(scale.norm())
+    peak, largest = float(peak.max()), float(largest.max())
+    return OutputError(l2 / scale if scale else l2, peak / largest if largest else peak)
+
+
+def _sizes(out: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """L2 norm and largest magnitude of the error, then of the reference, in float64."""
+    finite = ref.isfinite() & out.isfinite()
+    wide = torch.where(finite, ref.double(), 0.0)
+    delta = torch.where(finite, out.double() - wide, 0.0)
+    return torch.stack([size for t in (delta, wide) for size in (t.norm(), t.abs().max())])
 
 
 def _resolution(outputs: list[Value]) -> float:
