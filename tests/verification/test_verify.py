@@ -1,3 +1,5 @@
+import gc
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -230,6 +232,24 @@ def test_errors_do_not_depend_on_how_many_elements_are_compared_at_a_time(compar
     delta = (out.float().double() - ref)[finite]
     assert found.relative_l2 == pytest.approx(float(delta.norm() / ref[finite].norm()))
     assert found.relative_max == pytest.approx(float(delta.abs().max() / ref[finite].abs().max()))
+
+
+def test_outputs_are_freed_without_garbage_collection(linear):
+    outputs = []
+
+    def model(x):
+        found = linear.model(x)
+        outputs.append(weakref.ref(found))
+        return {"scores": found}
+
+    workload = Workload(model, *linear.inputs)
+    data, _ = make_reference(workload, 0)
+    gc.disable()
+    try:
+        assert verify(model, workload, data).fault is None
+        assert [reference() for reference in outputs] == [None] * len(outputs)
+    finally:
+        gc.enable()
 
 
 def test_complex_outputs_are_compared_as_numbers():

@@ -150,19 +150,16 @@ def _leaves(tree: Any) -> list[Any]:
 
     Objects such as caches are searched too, because transforms pass them through unchanged.
     """
-    found: list[Any] = []
-    seen: set[int] = set()
+    return list(_walk(tree, set()))
 
-    def look(value: Any) -> None:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, (torch.Tensor, *CONSTANTS)):
-                found.append(leaf)
-            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
-                seen.add(id(leaf))
-                look(_fields_of(leaf))
 
-    look(tree)
-    return found
+def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, (torch.Tensor, *CONSTANTS)):
+            yield leaf
+        elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _walk(_fields_of(leaf), seen)
 
 
 def _fields_of(thing: Any) -> list[Any]:
