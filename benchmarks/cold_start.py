@@ -3,12 +3,13 @@
     python benchmarks/cold_start.py --name amd-epyc --out benchmarks/results
     python benchmarks/cold_start.py --device cuda --batch 1 64 --seconds 220 --name h200 --out ...
     python benchmarks/cold_start.py --plan "channels_last + compile(max-autotune, freezing)"
+    python benchmarks/cold_start.py --plan "openvino(f32)" --name openvino_amd-epyc --out ...
 
 Four variants, whose processes alternate:
 
 - the untouched model;
 - a stored plan with an empty compiler cache;
-- the same plan with its bundle and an empty compiler cache;
+- the same plan with its bundle and an empty compiler cache, or with its artefact if it has one;
 - `torch.compile` with the same options, by hand, with a warm compiler cache.
 
 The plan is given, not searched for. Time starts when the model, with random weights, is on its
@@ -33,8 +34,8 @@ from typing import Any
 
 WAYS = {
     "untouched": "untouched",
-    "plan": "plan, no bundle",
-    "bundle": "plan with its bundle",
+    "plan": "plan alone",
+    "bundle": "plan with its bundle or artefact",
     "compile": "torch.compile, warm cache",
 }
 COMPILES = ("plan", "compile")
@@ -94,7 +95,7 @@ def kept_unmeasured(session: Any, candidate: Any) -> Any:
 
 
 def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) -> dict[str, Any]:
-    """Store the plan under the key that `optimize` looks up, and make its bundle."""
+    """Store the plan under the key that `optimize` looks up; make its bundle and artefact."""
     from steadytorch import load_workload
     from steadytorch.compiled import bundle
     from steadytorch.tune.select import SearchOptions
@@ -107,6 +108,7 @@ def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) 
     plan = kept_unmeasured(session, candidate)
     start = time.perf_counter()
     reason = session.keep_bundle(plan)
+    converted = keep_artefact(session.workload, plan, folder)
     path = bundle.path_of(plan)
     assert path is not None
     packaged = path.with_suffix(bundle.PACKAGE)
@@ -117,7 +119,23 @@ def store_plan(text: str, device: str, workload: str, batch: int, folder: Path) 
         "bundle_bytes": path.stat().st_size if reason is None else None,
         "package_bytes": packaged.stat().st_size if packaged.exists() else None,
         "bundle_fault": reason,
+        "artefact_bytes": None if converted is None else converted.stat().st_size,
     }
+
+
+def keep_artefact(workload: Any, plan: Any, folder: Path) -> Path | None:
+    """Convert the model as a search does, and store it beside the plan; None if nothing is."""
+    from steadytorch import transforms
+    from steadytorch.compiled import artefact
+    from steadytorch.transforms.base import applied_in_order
+
+    applied = [transforms.create(spec) for spec in plan.candidate]
+    with artefact.supplied(artefact.within(folder)), applied_in_order(applied, workload):
+        converted = artefact.held(folder, transforms.artefacts(plan.candidate))
+    if converted is None:
+        return None
+    converted.keep_beside(plan.path)
+    return Path(plan.path).with_suffix(artefact.SUFFIX)
 
 
 def tuned(way: str, text: str, device: str, model: Any, folder: Path) -> Any:
@@ -191,11 +209,13 @@ def rounds(options: argparse.Namespace, batch: int, folder: Path, until: float) 
     """Measure one batch size: make the plan and its bundle, then alternate the variants."""
     common = ["--device", options.device, "--workload", options.workload, "--batch", str(batch)]
     common += ["--plan", options.plan]
-    store, warm = folder / "plans", folder / "warm"
+    store, alone, warm = folder / "plans", folder / "alone", folder / "warm"
     facts = in_process([*common, "--child", "store", "--folder", str(store)], folder / "unused")
+    shutil.copytree(store, alone, ignore=shutil.ignore_patterns("*.artefact"))
 
     def run(way: str, cache: Path) -> dict[str, Any]:
-        found = in_process([*common, "--child", way, "--folder", str(store)], cache)
+        plans = alone if way == "plan" else store
+        found = in_process([*common, "--child", way, "--folder", str(plans)], cache)
         print(f"batch {batch}: {WAYS[way]}: {found['first_s']:.2f} s", file=sys.stderr, flush=True)
         return found
 
@@ -235,8 +255,11 @@ def table(found: dict[str, Any]) -> str:
         size += (
             f"{(each['package_bytes'] or 0) / 1e6:.1f} MB, made in {each['bundle_made_s']:.0f} s"
         )
+        kept = f"bundle {each['bundle_fault'] or size}"
+        if each["artefact_bytes"] is not None:
+            kept = f"artefact {each['artefact_bytes'] / 1e6:.1f} MB"
         lines += [
-            f"Batch {each['batch']}: `{each['plan']}`; bundle {each['bundle_fault'] or size}; load "
+            f"Batch {each['batch']}: `{each['plan']}`; {kept}; load "
             f"average {each['load_average'][0]:.1f} on {found['cores']} cores.",
             "",
             "| way | first result, s |",

@@ -1,4 +1,4 @@
-"""The torchao plug-in against a stand-in for torchao's `quantize_`; it is not run on a GPU here."""
+"""The torchao plug-in against a stand-in for torchao's `quantize_`."""
 
 from __future__ import annotations
 
