@@ -10,7 +10,13 @@ from steadytorch.errors import UsageError
 pytest.importorskip("transformers", reason="transformers is not installed here")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 
 from steadytorch.integrations.hugging_face import SteadyCallback, SteadyTrainerMixin
 
@@ -75,6 +81,14 @@ def test_a_failed_run_keeps_its_steps(tmp_path):
         run.train()
     seen.stop(OSError("gone"))
     assert seen.result.failed == "OSError: gone"
+
+
+def test_only_the_main_process_prints(capsys):
+    for is_main in (True, False):
+        seen = SteadyCallback()
+        seen.on_train_begin(None, TrainerState(is_world_process_zero=is_main), None)
+        seen.stop(OSError("gone"))
+        assert bool(capsys.readouterr().err) == is_main
 
 
 def test_a_callback_that_is_never_called_says_so():

@@ -131,6 +131,15 @@ def test_a_worker_paused_before_it_was_started_starts_when_it_is_resumed(server,
     assert worker.receive(DEADLINE_S) == 2
 
 
+def test_a_worker_that_was_not_paused_may_be_resumed(server, tmp_path):
+    worker = _worker(server, tmp_path)
+    worker.send("echo", value=2)
+    worker.resume()
+    time.sleep(0.01)
+    assert worker.overdue(0.005)
+    assert worker.receive(DEADLINE_S) == 2
+
+
 def test_a_crash_beside_a_paused_server_is_reported_as_one(server, tmp_path):
     worker = _worker(server, tmp_path)
     worker.call("echo", DEADLINE_S, value=1)

@@ -77,6 +77,25 @@ def test_types_are_promoted_as_pytorch_does():
     assert work_of("aten::mul", inputs_of(run, "aten::mul")).bytes == 2 * 2 * N + 8
 
 
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_results_are_as_large_as_pytorchs(first, second, shape):
+    one, other = torch.ones(8, dtype=first), torch.ones(shape, dtype=second)
+    result = one * other
+    work = work_of("aten::mul", inputs_of(lambda: one * other, "aten::mul"))
+    assert work.bytes == one.nbytes + other.nbytes + result.nbytes
+
+
+def test_the_size_of_a_result_without_promotion_is_unknown():
+    types = ["c10::Float8_e4m3fn", "c10::Float8_e5m2"]
+    inputs = {"dims": [[8], [8]], "types": types, "concrete": ["", ""]}
+    assert work_of("aten::mul", inputs) is None
+
+
 def test_operations_of_elementwise_operators_are_steps_per_element():
     assert work_of("aten::add", inputs_of(lambda: X + X, "aten::add")).flops == N
 

@@ -111,3 +111,9 @@ def test_a_call_that_is_faster_after_a_pause_is_never_blamed(seed, spread):
     probe["after_samples_ns"] = probe["after_samples_ns"][1:]
     verdict = rule(Case(notes={"pause_probe": probe}))
     assert verdict == () or probe["after_ns"][0] > 1.03 * probe["steady_ns"]
+
+
+def test_without_samples_nothing_rules_out_chance():
+    probe = _probe(0.5)
+    del probe["after_samples_ns"], probe["steady_samples_ns"]
+    assert rule(Case(notes={"pause_probe": probe})) == ()

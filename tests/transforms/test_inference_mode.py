@@ -24,6 +24,24 @@ class Slotted:
     value: object
 
 
+class OneSlot:
+    __slots__ = "value"
+
+    def __init__(self, value):
+        self.value = value
+
+
+class PrivateSlot:
+    __slots__ = ("__value",)
+
+    def __init__(self, value):
+        self.__value = value
+
+    @property
+    def value(self):
+        return self.__value
+
+
 def called(model, *args, **kwargs):
     with InferenceMode().applied(Workload(model, args, kwargs)) as changed, torch.no_grad():
         return changed.model(*args, **kwargs)
@@ -93,6 +111,8 @@ CONTAINERS = {
     "deque": lambda y: deque([y]),
     "object": Frozen,
     "slots": Slotted,
+    "one slot": OneSlot,
+    "private slot": PrivateSlot,
     "nested object": lambda y: Frozen([Slotted({"a": y})]),
 }
 
@@ -103,7 +123,7 @@ def tensors(value):
         return [value]
     if isinstance(value, dict):
         value = value.values()
-    elif isinstance(value, (Frozen, Slotted)):
+    elif isinstance(value, (Frozen, Slotted, OneSlot, PrivateSlot)):
         value = [value.value]
     elif not isinstance(value, (tuple, list, deque)):
         return []

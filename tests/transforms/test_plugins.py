@@ -15,7 +15,7 @@ from steadytorch.cli.doctor import doctor
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import plugin_worker, plugins
-from steadytorch.transforms.contract import check, violations
+from steadytorch.transforms.contract import _faults, check, violations
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
@@ -179,6 +179,13 @@ def test_the_contract_finds(body, why):
         assert any(why in each for each in violations(made(body)))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [], [1.0, 2.0]])
+def test_the_contract_compares_any_results(values):
+    assert _faults([torch.tensor(values)], [torch.tensor(values)], "same") == []
+    more = torch.tensor([*values, 0.0])
+    assert len(_faults([more + 1], [more], "same")) == 1
 
 
 def test_the_contract_is_kept_by_a_good_one_and_says_what_was_not_run():

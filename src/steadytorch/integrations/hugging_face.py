@@ -37,6 +37,7 @@ class SteadyCallback(TrainerCallback):
 
     def __init__(self, quiet: bool = False) -> None:
         self._run = TrainingRun(quiet)
+        self._prints = True
 
     @property
     def result(self) -> Watched:
@@ -48,20 +49,21 @@ class SteadyCallback(TrainerCallback):
         return self._run.result
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop recording steps after `train()` raised an exception.
+        """Stop recording steps after `train()` raised; print the summary on the main process.
 
         Args:
             error: the exception.
         """
-        self._run.end(error, prints=True)
+        self._run.end(error, prints=self._prints)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start recording steps."""
+        self._prints = state.is_world_process_zero
         self._run.begin()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop recording steps; print the summary on the main process."""
-        self._run.end(None, prints=state.is_world_process_zero)
+        self._run.end(None, prints=self._prints)
 
 
 class SteadyTrainerMixin:

@@ -96,7 +96,7 @@ class Worker:
         self._log = directory / f"{name}.log"
         self._pending_since: float | None = None
         self._gone, self._owner = False, os.getpid()
-        self._paused_at = 0.0
+        self._paused_at: float | None = None
         ours, theirs = socket.socketpair()
         self._connection = connection.Connection(ours.detach())
         arguments = [handler, str(directory), *imports]
@@ -196,12 +196,15 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume a paused worker."""
+        """Resume the worker if it is paused."""
+        if self._paused_at is None:
+            return
+        paused_s, self._paused_at = time.monotonic() - self._paused_at, None
         if isinstance(self._process, ForkedProcess):
             self._process.release()
         self._signal(signal.SIGCONT)
         if self._pending_since is not None:
-            self._pending_since += time.monotonic() - self._paused_at
+            self._pending_since += paused_s
 
     def _signal(self, number: int) -> None:
         if not self._gone and (pid := self.pid) is not None:

@@ -9,12 +9,11 @@ the roofline.
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 from steadytorch.rates.products import Formula, broadcast
-from steadytorch.traces.operands import NotRecordedError, Operands
-
-_REDUCED_PRECISION = ("c10::Half", "c10::BFloat16", "float", "double")
+from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
 
 
 class Elementwise(NamedTuple):
@@ -47,14 +46,26 @@ class Elementwise(NamedTuple):
 
 
 def _promoted_bytes(given: Operands, tensors: list[int]) -> int:
-    """Element size of the result in bytes, by PyTorch's promotion among floating-point types."""
-    # Tensors without dimensions count only if there are no others.
-    deciding = [place for place in tensors if given.shape(place)] or tensors
-    kinds = [given.kind(place) for place in deciding]
-    floating = [place for place in deciding if given.kind(place) in _REDUCED_PRECISION]
-    if not floating and len(set(kinds)) > 1:
-        raise NotRecordedError("the type of the result")
-    return max(given.item_bytes(place) for place in floating or deciding)
+    """Element size of the result in bytes, by PyTorch's type promotion."""
+    if len({given.kind(place) for place in tensors}) == 1:
+        return given.item_bytes(tensors[0])
+    import torch
+
+    # Tensors without dimensions count less, and promote only into a higher category of types.
+    found: list[torch.Tensor] = []
+    try:
+        for has_dimensions in (True, False):
+            dtypes = [
+                getattr(torch, DTYPES[given.kind(place)])
+                for place in tensors
+                if bool(given.shape(place)) == has_dimensions
+            ]
+            if dtypes:
+                dtype = reduce(torch.promote_types, dtypes)
+                found.append(torch.empty((1,) * has_dimensions, dtype=dtype, device="meta"))
+        return torch.result_type(found[0], found[-1]).itemsize
+    except RuntimeError as error:  # as for 8-bit floating-point types
+        raise NotRecordedError("the type of the result") from error
 
 
 class Sweep(NamedTuple):

@@ -15,6 +15,8 @@ MATRIX = frozenset({*PRODUCTS, *WRAPPED_PRODUCTS})
 
 FORMULAS = PRODUCTS | WRAPPED_PRODUCTS | PASSES | WRAPPED_PASSES
 """All formulas by name of the operator."""
+_RATED = ("float16", "bfloat16", "float32", "float64")
+"""Types of arithmetic with a measured rate."""
 
 
 class Work(NamedTuple):
@@ -51,4 +53,5 @@ def work_of(name: str, inputs: dict[str, Any] | None) -> Work | None:
         return None
     if flops < 0 or moved <= 0:
         return None
-    return Work(flops, moved, next((DTYPES[kind] for kind in kinds if kind in DTYPES), None))
+    names = map(DTYPES.__getitem__, kinds)
+    return Work(flops, moved, next((name for name in names if name in _RATED), None))

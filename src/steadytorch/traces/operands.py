@@ -27,12 +27,24 @@ ITEM_BYTES = {
 """Element size by the profiler's type name; other inputs are not tensors."""
 
 DTYPES = {
+    "bool": "bool",
+    "unsigned char": "uint8",
+    "signed char": "int8",
+    "short int": "int16",
+    "int": "int32",
+    "long int": "int64",
     "c10::Half": "float16",
     "c10::BFloat16": "bfloat16",
     "float": "float32",
     "double": "float64",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
 }
-"""PyTorch names of the floating-point types."""
+"""PyTorch's names of these types."""
 
 _INTS = re.compile(r"\[([-\d, ]*)\]")
 _MOST_DIMENSIONS = 64

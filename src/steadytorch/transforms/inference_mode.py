@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -173,5 +173,11 @@ class Leaving:
 
 
 def _attributes(value: Any) -> list[str]:
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    slots = [name for kind in kinds for name in _slots(kind)]
     return [*getattr(value, "__dict__", ()), *slots]
+
+
+def _slots(kind: type) -> list[str]:
+    """The attributes for which a class has slots, as they are named outside of the class."""
+    return [name for name, held in vars(kind).items() if isinstance(held, MemberDescriptorType)]
