@@ -275,3 +275,32 @@ def test_a_cycle_of_objects_is_searched_once():
     trainer = Trainer()
     trainer.nested.trainer, trainer.nested.more = trainer, [trainer.nested]
     assert changes(trainer.loss, lambda: setattr(trainer.nested, "rate", 3.0))
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Configured(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.table = config, {"first": SimpleNamespace(factor=1.0)}
+
+    def forward(self, x):
+        return self.scaled(x) * self.table["first"].factor
+
+    def scaled(self, x):
+        return x * (1.0 if self.config.factor is None else self.config.factor)
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(factor=1.0), Slotted(1.0), Slotted(None)])
+def test_objects_that_the_models_own_code_reads(config):
+    net = nn.Sequential(Configured(config), nn.Linear(2, 2))
+    assert changes(nn.MSELoss(), lambda: setattr(config, "factor", 2.0), net)
+    assert changes(nn.MSELoss(), lambda: setattr(net[0].table["first"], "factor", 2.0), net)
+    config_of_another = SimpleNamespace(factor=1.0)
+    net[0].unread = config_of_another
+    assert not changes(nn.MSELoss(), lambda: setattr(config_of_another, "factor", 2.0), net)

@@ -234,6 +234,26 @@ def test_errors_do_not_depend_on_how_many_elements_are_compared_at_a_time(compar
     assert found.relative_max == pytest.approx(float(delta.abs().max() / ref[finite].abs().max()))
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_outputs_in_slots_are_compared(linear):
+    def returning(factor):
+        def model(x):
+            found = linear.model(x)
+            return {"scores": found, "more": Slotted(found * factor)}
+
+        return model
+
+    workload = Workload(returning(1.0), *linear.inputs)
+    assert _verdict(workload, returning(1.0)) is None
+    assert "relative error" in _verdict(workload, returning(1.5))
+
+
 def test_outputs_are_freed_without_garbage_collection(linear):
     outputs = []
 

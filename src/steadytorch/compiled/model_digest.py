@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import clean
 from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
+from steadytorch.workload.slots import slots_of
 
 MOST_OBJECTS = 100_000
 """Limit on the objects of a model whose contents are compared."""
@@ -145,7 +146,8 @@ class _Contents:
             self._line("function", home, value.__qualname__, *_code(value.__code__))
             self._all("holds", held)
         elif isinstance(getattr(value, "__dict__", None), dict):
-            self._all("object", (type(value), vars(value)))
+            slots = [getattr(value, name, None) for name in slots_of(type(value))]
+            self._all("object", (type(value), vars(value), *slots))
         else:
             raise UnsupportedError(
                 f"its model holds a {type(value).__name__}, which cannot be compared"

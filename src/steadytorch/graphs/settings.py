@@ -1,4 +1,4 @@
-"""Detect changes of Python values and tensors that a recorded step has baked in."""
+"""Finds Python values and tensors that code reads, and that a recorded or converted copy keeps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from steadytorch.workload.slots import slots_of
+
 _PLAIN = (bool, int, float, str, np.generic)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SCHEDULED = ("p", "momentum")
@@ -25,6 +27,19 @@ _MOST_ITEMS = 64
 """Items of a list that are watched."""
 
 
+class _Any(frozenset[str]):
+    """Contains every name, for code that computes the names of the attributes that it reads."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __or__(self, other: object) -> _Any:
+        return self
+
+
+_ANY = _Any({"*"})
+
+
 class Settings:
     """Values that a step's code reads and that its graph would keep: those of modules and the loss.
 
@@ -34,8 +49,8 @@ class Settings:
     changed.
 
     The values are numbers, strings and tensors. `Settings` reads them from attributes of modules,
-    and from globals and closures that the loss or the `forward` of a user-defined module reads. It
-    follows objects and containers that the loss reads.
+    and from globals, closures, objects and containers that the loss or the `forward` of a
+    user-defined module reads.
 
     A tensor counts as changed if its memory does. A CPU tensor of one element also counts as
     changed if its value does, because kernels get the value as an argument.
@@ -50,7 +65,7 @@ class Settings:
 
     def __init__(self, modules: Iterable[nn.Module], loss: Any) -> None:
         own = [module for tree in modules if tree is not loss for module in tree.modules()]
-        read = _Read()
+        read = Reads()
         read.look(loss)
         known = set(map(id, own))
         of_loss = {
@@ -61,10 +76,9 @@ class Settings:
         }
         found = [place for module in own for place in _of_module(module)]
         found += [place for module in of_loss.values() for place in _of_loss_module(module)]
-        for forward in {forward_of(module) for module in (*own, *of_loss.values())}:
-            read.look(forward, depth=1)
-        self._places = [*found, *read.places]
-        self._cells, self._lists = read.cells, read.lists
+        for module in (*own, *of_loss.values()):
+            read.forward(module)
+        self._places, self._read = found, read
         self.remember()
 
     def remember(self) -> None:
@@ -77,21 +91,21 @@ class Settings:
 
     def _now(self) -> list[Any]:
         values = [holder.get(name) for holder, name in self._places]
-        values += map(_content, self._cells)
-        for each in self._lists:
+        values += self._read.values()
+        for each in self._read.lists:
             values += [len(each), *each[:_MOST_ITEMS]]
         return list(map(_comparable, values))
 
 
 def modules_read(loss: Any) -> list[nn.Module]:
     """The roots of the module trees that a loss calls: itself, or those that its code reads."""
-    read = _Read()
+    read = Reads()
     read.look(loss)
     return read.modules
 
 
-class _Read:
-    """Places of the values and modules that a callable reads.
+class Reads:
+    """Places of the values and modules that code reads.
 
     Attributes:
         places: mappings with the names of watched entries.
@@ -105,9 +119,20 @@ class _Read:
         self.cells = list[CellType]()
         self.lists = list[list[Any]]()
         self.modules = list[nn.Module]()
-        self._seen = set[int]()
+        self._seen = set[tuple[int, frozenset[str]]]()
+        self._known = set[tuple[int, str]]()
         self._methods = set[tuple[int, int]]()
         self._alive = list[Any]()  # so that no id is used twice
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.cells)
+
+    def values(self) -> list[Any]:
+        """The current values at the places and in the cells."""
+        return [
+            *(holder.get(name) for holder, name in self.places),
+            *_contents(self.cells),
+        ]
 
     def look(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
         """Search a value.
@@ -119,9 +144,11 @@ class _Read:
         """
         if depth < 0 or value is None or isinstance(value, (*_PLAIN, Tensor)):
             return
-        if id(value) in self._seen or _is_library(value):
+        # Code may read other attributes of an object than earlier code did.
+        mark = id(value), frozenset[str]() if isinstance(value, FunctionType) else names
+        if mark in self._seen or _is_library(value):
             return
-        self._seen.add(id(value))
+        self._seen.add(mark)
         self._alive.append(value)
         if isinstance(value, nn.Module):
             self.modules.append(value)
@@ -137,6 +164,19 @@ class _Read:
             self._container(value, names, depth)
         else:
             self._object(value, names, depth)
+
+    def forward(self, module: nn.Module) -> None:
+        """Search what a module's `forward` reads, apart from values that are its attributes."""
+        if forward_of(module) is None:
+            return
+        methods = _methods(type(module))
+        for method in methods:
+            self.look(method, depth=1)
+        held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
+        computes = any("getattr" in _names(each)[0] for each in methods)
+        for name in (names & held.keys()) - _OF_MODULES:
+            if not isinstance(held[name], nn.Module):
+                self.look(held[name], _ANY if computes else names, depth=1)
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
@@ -167,10 +207,11 @@ class _Read:
             names |= _names(call)[1]
             self.look(call, names, depth)
         kind = value if isinstance(value, type) else type(value)
-        own = () if kind is value else (getattr(value, "__dict__", {}),)
-        for space in (*own, *map(vars, kind.__mro__)):
+        own = () if kind is value else (getattr(value, "__dict__", {}), Slots(value))
+        of_class = () if names is _ANY else map(vars, kind.__mro__)
+        for space in (*own, *of_class):
             self._entries(space, [name for name in space if name in names], names, depth - 1)
-        for name in names:
+        for name in () if names is _ANY else names:
             self._method(value, getattr_static(kind, name, None), depth - 1)
 
     def _method(self, value: Any, found: Any, depth: int) -> None:
@@ -193,10 +234,47 @@ class _Read:
     ) -> None:
         for key in keys:
             value = held.get(key)
-            if isinstance(value, (*_PLAIN, Tensor)):
+            is_value = value is None or isinstance(value, (*_PLAIN, Tensor))
+            if not is_value and _is_library(value):
+                continue
+            if (mark := (id(held), key)) not in self._known:
+                self._known.add(mark)
                 self.places.append((held, key))
-            else:
-                self.look(value, names, depth)
+            self.look(value, names, depth)
+
+
+class Slots(Mapping[str, Any]):
+    """The attributes that an object keeps in slots, by name; read anew at each access."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder, self._names = holder, slots_of(type(holder))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return getattr(self._holder, name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@cache
+def _methods(kind: type) -> tuple[FunctionType, ...]:
+    """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
+    found, names, waiting = list[FunctionType](), set[str](), ["forward"]
+    while waiting:
+        held = getattr_static(kind, waiting.pop(), None)
+        method = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
+        while isinstance(method, FunctionType) and not _is_library(method):
+            found.append(method)
+            fresh = _names(method)[1] - names
+            names |= fresh
+            waiting += fresh
+            method = getattr(method, "__wrapped__", None)
+    return tuple(found)
 
 
 def forward_of(module: nn.Module) -> FunctionType | None:
@@ -253,6 +331,13 @@ def _names(function: Any) -> tuple[frozenset[str], frozenset[str]]:
     """Names of the globals and of the attributes that a function's code reads."""
     code = getattr(function, "__code__", None)
     return _names_of_code(code) if isinstance(code, CodeType) else (frozenset(), frozenset())
+
+
+def _contents(cells: list[CellType]) -> list[Any]:
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:
+        return list(map(_content, cells))
 
 
 def _content(cell: CellType) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from steadytorch.graphs.settings import Reads
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
@@ -198,18 +199,23 @@ class _Watched:
         modes: attribute dictionaries of the modules that have a training mode.
         attributes: attribute dictionaries of the user's own modules, and dictionaries in them.
         sequences: other containers in attributes.
+        reads: what the modules' code reads elsewhere: of objects, globals and closures.
     """
 
     def __init__(self, model: nn.Module, plain: bool = False) -> None:
         modules = list(model.modules())
         self.attributes: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []
+        self.reads = Reads()
         found: list[Tensor] = [*model.parameters(), *model.buffers()]
         if plain:
             walk = _Walk(modules)
-            found += walk.tensors
             modules = walk.modules
-            self.attributes, self.sequences = walk.dictionaries, walk.sequences
+            for module in modules:
+                self.reads.forward(module)
+            found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
+            self.attributes = walk.dictionaries
+            self.sequences = [*walk.sequences, *self.reads.lists]
         self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
         # Scripted modules make new registries at each access, which are not dictionaries.
         self.registries = [
@@ -292,6 +298,10 @@ def _storages(tensors: list[Tensor], freed: Callable[[Any], None]) -> list[Any]:
     return [ref(tensor.untyped_storage(), freed) for tensor in tensors]
 
 
+def _is_watchable(value: Any) -> bool:
+    return isinstance(value, Tensor) and _has_storage(value)
+
+
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
@@ -336,16 +346,22 @@ def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Ca
         *(tensors, module.traits(tensors), rounds if by_turns else (b"".join(rounds),)),
         *(dictionaries, parts, tuple(held.modes), modes),
     )
-    return _with_sequences(differs, held.sequences)
+    return _with_containers(differs, held)
 
 
-def _with_sequences(differs: Callable[[], bool], sequences: list[Any]) -> Callable[[], bool]:
-    if not sequences:
+def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[], bool]:
+    """Extends a comparison with checks of containers and of values that code reads elsewhere."""
+    sequences, values = held.sequences, held.reads.values
+    if not sequences and not held.reads:
         return differs
-    items = [list(found) for found in sequences]
+    items, known = [list(found) for found in sequences], values()
 
     def changed() -> bool:
-        return differs() or not all(map(_holds, sequences, items))
+        return (
+            differs()
+            or not all(map(_holds, sequences, items))
+            or not all(map(is_, values(), known))
+        )
 
     return changed
 
@@ -379,7 +395,7 @@ def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[],
             return True
         return structure() or not all(map(_has_items, held.attributes, own))
 
-    return _with_sequences(differs, held.sequences)
+    return _with_containers(differs, held)
 
 
 def _is_same(tensor: Any, given: Any) -> bool:
@@ -398,7 +414,7 @@ def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
     """
     structure = _structure(held, [])
     items = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
-    sequences = _with_sequences(lambda: False, held.sequences)
+    containers = _with_containers(lambda: False, held)
     tensors, turns = held.tensors, range(ROUNDS)
     versions = [tensor._version for tensor in tensors]
     samples = [_round(tensors, turn)[2] for turn in turns]
@@ -406,7 +422,7 @@ def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
     def moved(loads: Counter[int]) -> bool:
         return (
             structure()
-            or sequences()
+            or containers()
             or not all(map(_has_items, held.attributes, items))
             or [t._version - loads[id(t)] for t in tensors] != versions
             or [_round(tensors, turn)[2] for turn in turns] != samples

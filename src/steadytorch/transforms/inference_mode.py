@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Scoped,
 from steadytorch.transforms.traits import INFERENCE_ONLY, decide, hooks_see, refuse_if
 from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import CONSTANTS, tensors_of
+from steadytorch.workload.slots import slots_of
 from steadytorch.workload.workload import Workload
 
 _SEEN = "inference tensors"
@@ -173,11 +174,4 @@ class Leaving:
 
 
 def _attributes(value: Any) -> list[str]:
-    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-    slots = [name for kind in kinds for name in _slots(kind)]
-    return [*getattr(value, "__dict__", ()), *slots]
-
-
-def _slots(kind: type) -> list[str]:
-    """The attributes for which a class has slots, as they are named outside of the class."""
-    return [name for name, held in vars(kind).items() if isinstance(held, MemberDescriptorType)]
+    return [*getattr(value, "__dict__", ()), *slots_of(type(value))]

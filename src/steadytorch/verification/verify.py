@@ -26,6 +26,7 @@ from steadytorch.verification.verdict import OutputError, Reference, Verificatio
 from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.opened import opened, tensors_in_caches
 from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
+from steadytorch.workload.slots import slots_of
 from steadytorch.workload.workload import Workload
 
 INPUT_SETS = 3
@@ -166,6 +167,7 @@ def _fields_of(thing: Any) -> list[Any]:
     if is_dataclass(thing):
         return [getattr(thing, field.name, None) for field in fields(thing)]
     held = [*vars(thing).values()] if hasattr(thing, "__dict__") else []
+    held += [getattr(thing, name, None) for name in slots_of(type(thing))]
     if isinstance(thing, dict):
         return [*thing.keys(), *thing.values(), *held]
     return [*thing, *held] if isinstance(thing, (list, tuple, deque)) else held
