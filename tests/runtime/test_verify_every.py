@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
+from torch import nn
 
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
@@ -88,20 +89,22 @@ def test_where_others_are_busy_a_call_goes_unchecked(model, x):
     assert (tuned.report().checked, tuned.report().hits) == (0, 2)
 
 
-class Large(Network):
-    too_large: ClassVar[Any] = None
+TOO_LARGE: WeakSet[nn.Module] = WeakSet()
+"""Not a list, whose items would be watched because the model reads it."""
 
+
+class Large(Network):
     def forward(self, x):
-        if self is Large.too_large:
+        if self in TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().forward(x)
 
 
-def test_without_memory_for_the_model_the_executor_answers(x, monkeypatch):
+def test_without_memory_for_the_model_the_executor_answers(x):
     model = Large().eval()
     tuned = checked(model, LAYOUT, 1)
     expected = answer(tuned, x)
-    monkeypatch.setattr(Large, "too_large", model)
+    TOO_LARGE.add(model)
     assert torch.equal(answer(tuned, x), expected)
     assert tuned.report().hits == 2
 

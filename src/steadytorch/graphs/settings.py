@@ -104,6 +104,14 @@ def modules_read(loss: Any) -> list[nn.Module]:
     return read.modules
 
 
+def reads_of(modules: Iterable[nn.Module]) -> Reads:
+    """What the `forward` of each module reads outside of the modules' attributes."""
+    found = Reads()
+    for module in modules:
+        found.forward(module)
+    return found
+
+
 class Reads:
     """Places of the values and modules that code reads.
 
@@ -133,6 +141,16 @@ class Reads:
             *(holder.get(name) for holder, name in self.places),
             *_contents(self.cells),
         ]
+
+    def assign(self, values: Iterable[Any]) -> None:
+        """Puts values in the order of `values` back where they were read; not into classes."""
+        following = iter(values)
+        for (holder, name), value in zip(self.places, following, strict=False):
+            if holder.get(name) is not value and isinstance(holder, (dict, Slots)):
+                holder[name] = value
+        for cell, value in zip(self.cells, following, strict=False):
+            if _content(cell) is not value:
+                cell.cell_contents = value
 
     def look(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
         """Search a value.
@@ -253,6 +271,9 @@ class Slots(Mapping[str, Any]):
         if name not in self._names:
             raise KeyError(name)
         return getattr(self._holder, name, None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._holder, name, value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -17,7 +17,7 @@ from steadytorch.compiled.compiler_choices import Choices
 from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
-from steadytorch.rewrite.copying import copy_with
+from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import KEEPS_STATE, State
 from steadytorch.transforms.base import Scoped, Transform
@@ -154,10 +154,19 @@ def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
 def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
-    """Applies a transform; rejects a recording that changed state kept by the model."""
-    state = State(modules, keep=True) if part.records else None
-    with part.applied(workload) as changed:
-        if state is not None and state.changed():
+    """Applies a transform; rejects recording, tracing or converting that changed state."""
+    if part.records:
+        state = State(modules, keep=True)
+    else:  # only the caller's model is traced or converted
+        state = State(modules[:1], keep=True, most=MOST_OWN_BYTES)
+    is_applied = False
+    try:
+        with part.applied(workload) as changed:
+            if state.changed():
+                raise UnsupportedError(KEEPS_STATE)
+            is_applied = True
+            yield changed
+    except BaseException:
+        if not is_applied and state.changed():
             state.restore()
-            raise UnsupportedError(KEEPS_STATE)
-        yield changed
+        raise

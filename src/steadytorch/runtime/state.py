@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steadytorch.graphs.settings import reads_of
 from steadytorch.transforms.inference_mode import Leaving
 
 KEEPS_STATE = "the model keeps state between its calls"
@@ -24,11 +25,12 @@ _OF_ALL = frozenset(vars(nn.Module()))
 
 
 class State:
-    """A snapshot of the state that a model keeps in plain attributes and buffers.
+    """A snapshot of the state that a model keeps between calls.
 
     If `forward` changes attributes or buffers, outputs depend on earlier calls, and a converted
     copy of the model would diverge. Assigned attributes and written tensors are detected, in
-    buffers and one level deep in lists, tuples, deques, sets and dictionaries.
+    buffers and one level deep in lists, tuples, deques, sets and dictionaries; also in what the
+    code of `forward` reads of objects, globals and closures (see `Reads`).
 
     Args:
         modules: the module trees to inspect.
@@ -45,16 +47,22 @@ class State:
         self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
         self._before = [kept_attributes(module) for module in self._modules]
         self._seen = [{name: _seen(v) for name, v in found.items()} for found in self._before]
+        self._reads = reads_of(self._modules)
+        self._read = [_seen(value) for value in self._now()]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
+        kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
         self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
 
     def changed(self) -> bool:
         """Whether the model's state differs from the snapshot."""
-        return any(
+        return not all(map(_same, self._read, map(_seen, self._now()))) or any(
             _differs(before, module)
             for before, module in zip(self._seen, self._modules, strict=True)
         )
+
+    def _now(self) -> list[Any]:
+        return [*self._reads.values(), *self._reads.lists]
 
     def mend(self) -> None:
         """Converts inference tensors left in attributes or containers to ordinary tensors."""
@@ -65,7 +73,11 @@ class State:
                     held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
-        """Restores attributes, and also tensor contents if `restorable`."""
+        """Restores attributes, and also tensor contents if `restorable`; not class attributes."""
+        self._reads.assign([value for value, *_ in self._read])
+        for found in self._read:
+            if not _same(found, _seen(found[0])):
+                _refill(found)
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
                 for name in kept_attributes(module).keys() - before.keys():

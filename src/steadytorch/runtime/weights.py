@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from steadytorch.graphs.settings import Reads
+from steadytorch.graphs.settings import Reads, reads_of
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
@@ -211,8 +211,7 @@ class _Watched:
         if plain:
             walk = _Walk(modules)
             modules = walk.modules
-            for module in modules:
-                self.reads.forward(module)
+            self.reads = reads_of(modules)
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
             self.attributes = walk.dictionaries
             self.sequences = [*walk.sequences, *self.reads.lists]
