@@ -129,6 +129,7 @@ class Reads:
         self.modules = list[nn.Module]()
         self._seen = set[tuple[int, frozenset[str]]]()
         self._known = set[tuple[int, str]]()
+        self._of_class = dict[type, tuple[FunctionType, ...]]()
         self._methods = set[tuple[int, int]]()
         self._alive = list[Any]()  # so that no id is used twice
 
@@ -187,7 +188,10 @@ class Reads:
         """Search what a module's `forward` reads, apart from values that are its attributes."""
         if forward_of(module) is None:
             return
-        methods = _methods(type(module))
+        kind = type(module)
+        if kind not in self._of_class:
+            self._of_class[kind] = _methods(kind)
+        methods = self._of_class[kind]
         for method in methods:
             self.look(method, depth=1)
         held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
@@ -282,7 +286,6 @@ class Slots(Mapping[str, Any]):
         return len(self._names)
 
 
-@cache
 def _methods(kind: type) -> tuple[FunctionType, ...]:
     """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
     found, names, waiting = list[FunctionType](), set[str](), ["forward"]
