@@ -90,11 +90,9 @@ def uncounted(monkeypatch):
     monkeypatch.setattr(HELD, "count", 0)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.sampled(every=3) if n == "frozen" else ()) for n in SERVED],
-)
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("case", CASES)
 def test_each_call_counts_once(case, name):
     if name == "onnxruntime":

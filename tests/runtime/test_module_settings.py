@@ -149,6 +149,7 @@ def check(model, change, candidate, serving):
     assert tuned.report().hits == 3
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", COPYING)
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_models_code_reads_of_objects(serving, case, name):
