@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.graphs.settings import Settings, modules_read
+from steadytorch.graphs.settings import Settings, modules_read, reads_of
 
 RATE = 1.0
 
@@ -304,3 +304,16 @@ def test_objects_that_the_models_own_code_reads(config):
     config_of_another = SimpleNamespace(factor=1.0)
     net[0].unread = config_of_another
     assert not changes(nn.MSELoss(), lambda: setattr(config_of_another, "factor", 2.0), net)
+
+
+class Looked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = {f"word {i}": i for i in range(10_000)}
+
+    def forward(self, x):
+        return x * self.table["word 1"]
+
+
+def test_large_dictionaries_are_watched_in_part():
+    assert 1 < len(reads_of([Looked()]).places) <= 64

@@ -6,6 +6,7 @@ import dis
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from inspect import getattr_static
+from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ _LIBRARIES = frozenset({"torch", "numpy", "builtins", "steadytorch", "math", "fu
 _DEPTH = 3
 """Number of functions, objects and containers between the loss and a value that is watched."""
 _MOST_ITEMS = 64
-"""Items of a list that are watched."""
+"""Items of a list or dictionary that are watched."""
 
 
 class _Any(frozenset[str]):
@@ -202,7 +203,8 @@ class Reads:
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
-            self._entries(value, [key for key in value if isinstance(key, str)], names, depth)
+            keys = islice((key for key in value if isinstance(key, str)), _MOST_ITEMS)
+            self._entries(value, list(keys), names, depth)
             return
         if isinstance(value, list):
             self.lists.append(value)
