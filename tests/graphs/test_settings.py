@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from steadytorch.graphs.settings import Settings, modules_read, reads_of
+from steadytorch.graphs.settings import Settings
+from steadytorch.workload.reads import modules_read, reads_of
 
 RATE = 1.0
 

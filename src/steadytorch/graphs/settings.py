@@ -1,44 +1,17 @@
-"""Finds Python values and tensors that code reads, and that a recorded or converted copy keeps."""
+"""Detects changes of Python values and tensors that a recorded step has baked in."""
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
-from inspect import getattr_static
-from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from steadytorch.workload.slots import slots_of
+from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads
 
-_PLAIN = (bool, int, float, str, np.generic)
-_OF_MODULES = frozenset(vars(nn.Module()))
 _SCHEDULED = ("p", "momentum")
 """Attributes of PyTorch's own layers that schedules change: rates of dropout and of batch norm."""
-_LIBRARIES = frozenset({"torch", "numpy", "builtins", "steadytorch", "math", "functools"})
-"""Packages whose functions and objects are not searched for values."""
-_DEPTH = 3
-"""Number of functions, objects and containers between the loss and a value that is watched."""
-_MOST_ITEMS = 64
-"""Items of a list or dictionary that are watched."""
-
-
-class _Any(frozenset[str]):
-    """Contains every name, for code that computes the names of the attributes that it reads."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __or__(self, other: object) -> _Any:
-        return self
-
-
-_ANY = _Any({"*"})
 
 
 class Settings:
@@ -94,219 +67,8 @@ class Settings:
         values = [holder.get(name) for holder, name in self._places]
         values += self._read.values()
         for each in self._read.lists:
-            values += [len(each), *each[:_MOST_ITEMS]]
+            values += [len(each), *each[:MOST_ITEMS]]
         return list(map(_comparable, values))
-
-
-def modules_read(loss: Any) -> list[nn.Module]:
-    """The roots of the module trees that a loss calls: itself, or those that its code reads."""
-    read = Reads()
-    read.look(loss)
-    return read.modules
-
-
-def reads_of(modules: Iterable[nn.Module]) -> Reads:
-    """What the `forward` of each module reads outside of the modules' attributes."""
-    found = Reads()
-    for module in modules:
-        found.forward(module)
-    return found
-
-
-class Reads:
-    """Places of the values and modules that code reads.
-
-    Attributes:
-        places: mappings with the names of watched entries.
-        cells: cells of closures.
-        lists: lists whose items are watched.
-        modules: modules, each the root of a tree.
-    """
-
-    def __init__(self) -> None:
-        self.places = list[tuple[Mapping[str, Any], str]]()
-        self.cells = list[CellType]()
-        self.lists = list[list[Any]]()
-        self.modules = list[nn.Module]()
-        self._seen = set[tuple[int, frozenset[str]]]()
-        self._known = set[tuple[int, str]]()
-        self._of_class = dict[type, tuple[FunctionType, ...]]()
-        self._methods = set[tuple[int, int]]()
-        self._alive = list[Any]()  # so that no id is used twice
-
-    def __bool__(self) -> bool:
-        return bool(self.places or self.cells)
-
-    def values(self) -> list[Any]:
-        """The current values at the places and in the cells."""
-        return [
-            *(holder.get(name) for holder, name in self.places),
-            *_contents(self.cells),
-        ]
-
-    def assign(self, values: Iterable[Any]) -> None:
-        """Puts values in the order of `values` back where they were read; not into classes."""
-        following = iter(values)
-        for (holder, name), value in zip(self.places, following, strict=False):
-            if holder.get(name) is not value and isinstance(holder, (dict, Slots)):
-                holder[name] = value
-        for cell, value in zip(self.cells, following, strict=False):
-            if _content(cell) is not value:
-                cell.cell_contents = value
-
-    def look(self, value: Any, names: frozenset[str] = frozenset(), depth: int = _DEPTH) -> None:
-        """Search a value.
-
-        Args:
-            value: the value; modules are listed, not searched.
-            names: attributes that code reads of any object.
-            depth: how many further functions, objects and containers are searched.
-        """
-        if depth < 0 or value is None or isinstance(value, (*_PLAIN, Tensor)):
-            return
-        # Code may read other attributes of an object than earlier code did.
-        mark = id(value), frozenset[str]() if isinstance(value, FunctionType) else names
-        if mark in self._seen or _is_library(value):
-            return
-        self._seen.add(mark)
-        self._alive.append(value)
-        if isinstance(value, nn.Module):
-            self.modules.append(value)
-        elif isinstance(value, FunctionType):
-            self._function(value, depth)
-        elif isinstance(value, MethodType):
-            self._method(value.__self__, value.__func__, depth)
-        elif isinstance(value, partial):
-            self._entries(value.keywords, value.keywords, names, depth)
-            for each in (value.func, *value.args):
-                self.look(each, names, depth)
-        elif isinstance(value, dict | list | tuple):
-            self._container(value, names, depth)
-        else:
-            self._object(value, names, depth)
-
-    def forward(self, module: nn.Module) -> None:
-        """Search what a module's `forward` reads, apart from values that are its attributes."""
-        if forward_of(module) is None:
-            return
-        kind = type(module)
-        if kind not in self._of_class:
-            self._of_class[kind] = _methods(kind)
-        methods = self._of_class[kind]
-        for method in methods:
-            self.look(method, depth=1)
-        held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
-        computes = any("getattr" in _names(each)[0] for each in methods)
-        for name in (names & held.keys()) - _OF_MODULES:
-            if not isinstance(held[name], nn.Module):
-                self.look(held[name], _ANY if computes else names, depth=1)
-
-    def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
-        if isinstance(value, dict):
-            keys = islice((key for key in value if isinstance(key, str)), _MOST_ITEMS)
-            self._entries(value, list(keys), names, depth)
-            return
-        if isinstance(value, list):
-            self.lists.append(value)
-        for each in value[:_MOST_ITEMS]:
-            self.look(each, names, depth - 1)
-
-    def _function(self, function: FunctionType, depth: int) -> None:
-        read, attributes = _names(function)
-        self.cells += function.__closure__ or ()
-        held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
-        for each in held:
-            self.look(each, attributes, depth - 1)
-        known = function.__globals__
-        self._entries(known, [name for name in read if name in known], attributes, depth - 1)
-        keywords = function.__kwdefaults__ or {}
-        self._entries(keywords, keywords, attributes, depth - 1)
-
-    def _object(self, value: Any, names: frozenset[str], depth: int) -> None:
-        if isinstance(value, nn.Module):
-            self.look(value, names, depth)
-            return
-        call = getattr_static(type(value), "__call__", None)
-        if isinstance(call, FunctionType):
-            names |= _names(call)[1]
-            self.look(call, names, depth)
-        kind = value if isinstance(value, type) else type(value)
-        own = () if kind is value else (getattr(value, "__dict__", {}), Slots(value))
-        of_class = () if names is _ANY else map(vars, kind.__mro__)
-        for space in (*own, *of_class):
-            self._entries(space, [name for name in space if name in names], names, depth - 1)
-        for name in () if names is _ANY else names:
-            self._method(value, getattr_static(kind, name, None), depth - 1)
-
-    def _method(self, value: Any, found: Any, depth: int) -> None:
-        """Search a method that the code calls, or a property that it reads."""
-        method = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if not isinstance(method, FunctionType) or (id(value), id(method)) in self._methods:
-            return
-        self._methods.add((id(value), id(method)))
-        if depth >= 0 and not _is_library(method):
-            self._alive.append(value)
-            self._object(value, _names(method)[1], depth)
-            self.look(method, depth=depth)
-
-    def _entries(
-        self,
-        held: Mapping[str, Any],
-        keys: Iterable[str],
-        names: frozenset[str],
-        depth: int,
-    ) -> None:
-        for key in keys:
-            value = held.get(key)
-            is_value = value is None or isinstance(value, (*_PLAIN, Tensor))
-            if not is_value and _is_library(value):
-                continue
-            if (mark := (id(held), key)) not in self._known:
-                self._known.add(mark)
-                self.places.append((held, key))
-            self.look(value, names, depth)
-
-
-class Slots(Mapping[str, Any]):
-    """The attributes that an object keeps in slots, by name; read anew at each access."""
-
-    def __init__(self, holder: Any) -> None:
-        self._holder, self._names = holder, slots_of(type(holder))
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return getattr(self._holder, name, None)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._holder, name, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _methods(kind: type) -> tuple[FunctionType, ...]:
-    """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
-    found, names, waiting = list[FunctionType](), set[str](), ["forward"]
-    while waiting:
-        held = getattr_static(kind, waiting.pop(), None)
-        method = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
-        while isinstance(method, FunctionType) and not _is_library(method):
-            found.append(method)
-            fresh = _names(method)[1] - names
-            names |= fresh
-            waiting += fresh
-            method = getattr(method, "__wrapped__", None)
-    return tuple(found)
-
-
-def forward_of(module: nn.Module) -> FunctionType | None:
-    """The `forward` of a user-defined module's class; None for PyTorch's own modules."""
-    found = getattr(type(module), "forward", None)
-    return found if isinstance(found, FunctionType) and not _is_library(found) else None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -314,63 +76,14 @@ def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
     if type(module).__module__.startswith("torch.nn."):
         names: Iterable[str] = (name for name in _SCHEDULED if name in held)
     else:
-        names = (name for name in held if name not in _OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], (*_PLAIN, Tensor)))
+        names = (name for name in held if name not in OF_MODULES)
+    return ((held, name) for name in names if isinstance(held[name], (*PLAIN, Tensor)))
 
 
 def _of_loss_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
     held = vars(module)
-    names = (name for name in held if name == "training" or name not in _OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], (*_PLAIN, Tensor)))
-
-
-def _is_library(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return False
-    if isinstance(value, ModuleType):
-        module = value.__name__
-    else:
-        holder = value if isinstance(value, type | FunctionType | MethodType) else type(value)
-        module = getattr(holder, "__module__", None) or ""
-        if isinstance(value, partial | dict | list | tuple | MethodType):
-            return False
-    return module.partition(".")[0] in _LIBRARIES
-
-
-@cache
-def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    read, attributes = set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            further = _names_of_code(inner)
-            read |= further[0]
-            attributes |= further[1]
-    return frozenset(read), frozenset(attributes)
-
-
-def _names(function: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the globals and of the attributes that a function's code reads."""
-    code = getattr(function, "__code__", None)
-    return _names_of_code(code) if isinstance(code, CodeType) else (frozenset(), frozenset())
-
-
-def _contents(cells: list[CellType]) -> list[Any]:
-    try:
-        return [cell.cell_contents for cell in cells]
-    except ValueError:
-        return list(map(_content, cells))
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
+    names = (name for name in held if name == "training" or name not in OF_MODULES)
+    return ((held, name) for name in names if isinstance(held[name], (*PLAIN, Tensor)))
 
 
 class _Memory(NamedTuple):
@@ -394,7 +107,7 @@ class _Same:
 
 
 def _comparable(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if not isinstance(value, Tensor):
         return None

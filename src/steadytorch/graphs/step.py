@@ -32,8 +32,9 @@ from torch.optim import LBFGS, SparseAdam
 
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
-from steadytorch.graphs.settings import Settings, modules_read
+from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
+from steadytorch.workload.reads import modules_read
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import (

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadytorch.graphs.settings import reads_of
 from steadytorch.transforms.inference_mode import Leaving
+from steadytorch.workload.reads import reads_of
 
 KEEPS_STATE = "the model keeps state between its calls"
 DRAWS = "the model draws random numbers when called"

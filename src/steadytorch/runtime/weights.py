@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from steadytorch.graphs.settings import Reads, reads_of
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.state import kept_attributes
+from steadytorch.workload.reads import Reads, reads_of
 
 SAMPLES = 256
 """Elements compared at each check, at least one per tensor."""

@@ -255,7 +255,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "sets": [tensors_of(arguments) for arguments in sets],
         "reference": reference,
         "own": own,
-        "on_cpu": [as_tensor(value).is_cpu for value in own[0]],
+        "on_cpu": [[as_tensor(value).is_cpu for value in outputs] for outputs in own],
         "nesting": [nested_as for _, nested_as in called],
     }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
@@ -288,7 +288,7 @@ def verify(
 
     def expected(part: str, i: int) -> list[Value]:
         """Outputs on the devices where the untouched workload returns them."""
-        placed = zip(data[part][i], data["on_cpu"], strict=True)
+        placed = zip(data[part][i], data["on_cpu"][i], strict=True)
         return [value if on_cpu else on_device(value, workload) for value, on_cpu in placed]
 
     for i, on_file in enumerate(data["sets"]):
