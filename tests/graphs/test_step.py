@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import nullcontext
 from functools import partial
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from steadytorch.graphs.step import (
     BACKWARD,
     CLOSED,
     HOST_RANDOM,
+    KEEPS_STATE,
+    MOVING,
     NEEDS_GRADIENT,
     NOT_STRIDED,
     SET,
@@ -378,6 +381,184 @@ def test_attributes_that_a_validation_sets_keep_the_graphs():
     assert step.eager[SET] == 5
 
 
+class Kept:
+    """What a step may keep in an object."""
+
+    __slots__ = ("__dict__", "slot")
+
+    def __init__(self):
+        self.calls, self.mean, self.slot = 0, torch.zeros(()), 0
+        self.seen = {}
+
+
+class KeepsInObject(Net):
+    def __init__(self):
+        super().__init__()
+        self.kept = Kept()
+
+    def forward(self, x):
+        self.kept.calls += 1
+        return super().forward(x) / self.kept.calls
+
+
+class KeepsInSlot(KeepsInObject):
+    def forward(self, x):
+        self.kept.slot += 1
+        return Net.forward(self, x) / self.kept.slot
+
+
+class KeepsInDictionary(Net):
+    def __init__(self):
+        super().__init__()
+        self.held = {"calls": 0}
+
+    def forward(self, x):
+        self.held["calls"] += 1
+        return super().forward(x) / self.held["calls"]
+
+
+class KeepsInDeque(Net):
+    def __init__(self):
+        super().__init__()
+        self.window = deque([1.0, 1.0], maxlen=2)
+
+    def forward(self, x):
+        self.window.append(self.window[-1] + 1)
+        return super().forward(x) / self.window[0]
+
+
+class KeepsMean(Net):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x):
+        out = super().forward(x)
+        old, self.mean = self.mean, None
+        value = 0.9 * old + 0.1 * out.detach().mean()
+        del old
+        self.mean = value
+        return out - self.mean
+
+
+class ReplacesBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * out.detach().mean()
+        return out - self.mean
+
+
+def _loss_of_object():
+    kept = Kept()
+
+    def loss(output, target):
+        kept.mean = 0.9 * kept.mean + 0.1 * output.detach().mean()
+        return functional.cross_entropy(output, target) + (output.mean() - kept.mean).square()
+
+    return loss
+
+
+def _loss_of_closure():
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(output, target) / calls
+
+    return loss
+
+
+def _loss_of_list():
+    history = []
+
+    def loss(output, target):
+        history.append(functional.cross_entropy(output, target))
+        return history[-1] + sum(old.detach() for old in history[-3:])
+
+    return loss
+
+
+def _loss_of_dictionary():
+    kept = Kept()
+
+    def loss(output, target):
+        kept.seen["mean"] = 0.9 * kept.seen.get("mean", 0.0) + output.detach().mean()
+        return functional.cross_entropy(output, target) + (output.mean() - kept.seen["mean"]) ** 2
+
+    return loss
+
+
+class Criterion:
+    """A callable with state in an attribute."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return functional.cross_entropy(output, target) / self.calls
+
+
+STATE = {
+    "object": {"model": KeepsInObject},
+    "slot": {"model": KeepsInSlot},
+    "dictionary": {"model": KeepsInDictionary},
+    "deque": {"model": KeepsInDeque},
+    "mean": {"model": KeepsMean},
+    "buffer": {"model": ReplacesBuffer},
+    "object of the loss": {"loss": _loss_of_object},
+    "closure": {"loss": _loss_of_closure},
+    "list": {"loss": _loss_of_list},
+    "dictionary of the loss": {"loss": _loss_of_dictionary},
+    "criterion": {"loss": Criterion},
+}
+
+
+@pytest.mark.parametrize("kept", STATE)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_python_state_that_the_step_changes_is_not_frozen(kept, accumulate):
+    found = []
+    for scope in (STEP, None):
+        options = dict(STATE[kept])
+        if "loss" in options:
+            options["loss"] = options["loss"]()
+        step, net, inner = made(scope, accumulate=accumulate, **options)
+        found.append((step, net, inner, train(step, batches(12))))
+    assert reasons(found[0][0]) and reasons(found[0][0]) <= {KEEPS_STATE, MOVING}
+    assert_same(*found)
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        return x - self.mean
+
+
+def _normed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        normed = nn.utils.weight_norm(nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), normed)
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nn.Sequential(Net(), Mean()), _normed], ids=["in place", "weight norm"]
+)
+def test_state_in_tensors_that_a_graph_writes_is_recorded(model):
+    one, other = both(batches(12), model=model)
+    assert one[0].replays == 9, one[0].eager
+    assert_same(one, other)
+
+
 def test_random_numbers_of_the_host_are_not_fixed():
     def loss(output, target):
         return functional.cross_entropy(output, target) * random.random()
@@ -572,11 +753,11 @@ def test_a_closed_step_goes_on_eagerly():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_exception_while_recording_leaves_no_gradients(accumulate):
-    calls = []
+    calls = SimpleQueue()  # not state of the loss
 
     def loss(output, target):
-        calls.append(1)
-        if len(calls) == fails_at:
+        calls.put(1)
+        if calls.qsize() == fails_at:
             raise KeyboardInterrupt
         return functional.cross_entropy(output, target)
 

@@ -35,6 +35,7 @@ class Settings:
 
     Attributes:
         values: the reference.
+        read: what the loss and user-defined modules read outside of the modules' attributes.
     """
 
     def __init__(self, modules: Iterable[nn.Module], loss: Any) -> None:
@@ -52,7 +53,7 @@ class Settings:
         found += [place for module in of_loss.values() for place in _of_loss_module(module)]
         for module in (*own, *of_loss.values()):
             read.forward(module)
-        self._places, self._read = found, read
+        self._places, self.read = found, read
         self.remember()
 
     def remember(self) -> None:
@@ -65,8 +66,8 @@ class Settings:
 
     def _now(self) -> list[Any]:
         values = [holder.get(name) for holder, name in self._places]
-        values += self._read.values()
-        for each in self._read.lists:
+        values += self.read.values()
+        for each in self.read.lists:
             values += [len(each), *each[:MOST_ITEMS]]
         return list(map(_comparable, values))
 

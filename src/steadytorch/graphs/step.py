@@ -34,6 +34,7 @@ from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
+from steadytorch.workload.contents import Contents, contents, kept_attributes, same, version
 from steadytorch.workload.reads import modules_read
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep
@@ -248,7 +249,7 @@ class CapturedStep:
         is_last = entry.warm_up == 1
         # Ignore the optimizer until its first update, which creates its state and attributes.
         stepped = self._stepped
-        before = self._python_state(stepped) if is_last else None
+        before = self._python_state(stepped) if is_last else []
         drawn = host_random() if is_last else None
         watches_update = is_last and stepped and self._updates()
         self.eager[WARMING] += 1
@@ -267,14 +268,17 @@ class CapturedStep:
             entry.refused = found[0]
         elif is_last and drawn != host_random():
             entry.refused = HOST_RANDOM
-        elif is_last and before != self._python_state(stepped):
+        elif is_last and not _all_same(before, self._python_state(stepped)):
             entry.refused = KEEPS_STATE
         return loss
 
-    def _python_state(self, of_optimizer: bool) -> list[Any]:
-        holders: list[Any] = [module for tree in self._modules for module in tree.modules()]
-        holders += [self.step.optimizer] if of_optimizer else []
-        return [_plain(vars(holder)) for holder in holders]
+    def _python_state(self, of_optimizer: bool) -> list[Contents]:
+        """What modules, the optimizer, and values that the step reads hold between steps."""
+        modules = (module for tree in self._modules for module in tree.modules())
+        held = [value for module in modules for value in kept_attributes(module).values()]
+        held += vars(self.step.optimizer).values() if of_optimizer else []
+        held += [] if self._settings is None else self._settings.read.held()
+        return [contents(value, _version_elsewhere) for value in held]
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -891,17 +895,14 @@ def _unannounced() -> Iterator[None]:
         torch_optimizer._global_optimizer_post_hooks = hooks
 
 
-def _plain(attributes: Mapping[str, Any]) -> list[Any]:
-    """Attributes in comparable form: plain ones by value, others by identity and item count."""
-    return [
-        (name, value if isinstance(value, (bool, int, float, str)) else (id(value), _size(value)))
-        for name, value in attributes.items()
-        if not name.startswith("__")
-    ]
+def _all_same(before: list[Contents], after: list[Contents]) -> bool:
+    return len(before) == len(after) and all(map(same, before, after))
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, list | set | tuple) else 0
+def _version_elsewhere(value: Any) -> int | None:
+    """The version of a tensor whose in-place writes a replay does not repeat."""
+    is_tensor = isinstance(value, Tensor)
+    return None if is_tensor and on_current_device([value]) else version(value)
 
 
 def _present(held: Mapping[str, Any]) -> set[str]:

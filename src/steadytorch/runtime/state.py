@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.transforms.inference_mode import Leaving
+from steadytorch.workload.contents import SEQUENCES, Contents, contents, kept_attributes, same
 from steadytorch.workload.reads import reads_of
 
 KEEPS_STATE = "the model keeps state between its calls"
 DRAWS = "the model draws random numbers when called"
 
-_PLAIN = (bool, int, float, complex, str, bytes)
-_SEQUENCES = (list, tuple, deque)
 _KNOWN = ("torch.", "steadytorch.")
 _OF_ALL = frozenset(vars(nn.Module()))
 
@@ -46,9 +45,9 @@ class State:
     ) -> None:
         self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
         self._before = [kept_attributes(module) for module in self._modules]
-        self._seen = [{name: _seen(v) for name, v in found.items()} for found in self._before]
+        self._seen = [{name: contents(v) for name, v in found.items()} for found in self._before]
         self._reads = reads_of(self._modules)
-        self._read = [_seen(value) for value in self._now()]
+        self._read = [contents(value) for value in self._reads.held()]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
         self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
@@ -56,13 +55,10 @@ class State:
 
     def changed(self) -> bool:
         """Whether the model's state differs from the snapshot."""
-        return not all(map(_same, self._read, map(_seen, self._now()))) or any(
+        return not all(map(same, self._read, map(contents, self._reads.held()))) or any(
             _differs(before, module)
             for before, module in zip(self._seen, self._modules, strict=True)
         )
-
-    def _now(self) -> list[Any]:
-        return [*self._reads.values(), *self._reads.lists]
 
     def mend(self) -> None:
         """Converts inference tensors left in attributes or containers to ordinary tensors."""
@@ -76,7 +72,7 @@ class State:
         """Restores attributes, and also tensor contents if `restorable`; not class attributes."""
         self._reads.assign([value for value, *_ in self._read])
         for found in self._read:
-            if not _same(found, _seen(found[0])):
+            if not same(found, contents(found[0])):
                 _refill(found)
         for module, before, seen in zip(self._modules, self._before, self._seen, strict=True):
             if _differs(seen, module):
@@ -84,39 +80,18 @@ class State:
                     del vars(module)[name]
                 vars(module).update(before)
                 for found in seen.values():
-                    if not _same(found, _seen(found[0])):
+                    if not same(found, contents(found[0])):
                         _refill(found)
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
 
 
-def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's attributes, without weights that PyTorch's hooks recompute at each call.
-
-    Hooks of weight norm and spectral norm assign a newly computed weight at each call.
-    """
-    computed = {
-        getattr(hook, "name", None)
-        for hook in vars(module).get("_forward_pre_hooks", {}).values()
-        if type(hook).__module__.startswith("torch.nn.utils")
-    }
-    return {name: value for name, value in vars(module).items() if name not in computed}
-
-
 def _differs(seen: dict[str, Any], module: nn.Module) -> bool:
     now = kept_attributes(module)
     return now.keys() != seen.keys() or not all(
-        _same(before, _seen(now[name])) for name, before in seen.items()
+        same(before, contents(now[name])) for name, before in seen.items()
     )
-
-
-def _seen(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
-        return value, list(value), list(value.values()), [_version(v) for v in value.values()]
-    if isinstance(value, (*_SEQUENCES, set, frozenset)):
-        return value, None, list(value), [_version(v) for v in value]
-    return value, None, [value], [_version(value)]
 
 
 def _kept_in(attributes: dict[str, Any]) -> list[Tensor]:
@@ -128,10 +103,10 @@ def _own_names(attributes: dict[str, Any]) -> list[str]:
     return [name for name in attributes if name == "_buffers" or name not in _OF_ALL]
 
 
-def _refill(seen: tuple[Any, ...]) -> None:
+def _refill(seen: Contents) -> None:
     """Restores the items of a list, dictionary, set or deque from a snapshot."""
     value, keys, items, _ = seen
-    if isinstance(value, dict):
+    if keys is not None:
         value.clear()
         value.update(zip(keys, items, strict=True))
     elif isinstance(value, list):
@@ -142,22 +117,6 @@ def _refill(seen: tuple[Any, ...]) -> None:
     elif isinstance(value, deque):
         value.clear()
         value.extend(items)
-
-
-def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
-
-
-def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    if type(before[0]) is not type(after[0]) or before[1] != after[1] or before[3] != after[3]:
-        return False
-    return len(before[2]) == len(after[2]) and all(map(_alike, before[2], after[2]))
-
-
-def _alike(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    return type(before) is type(after) and isinstance(before, _PLAIN) and before == after
 
 
 def writes_of(copy: nn.Module) -> Callable[[], bool]:
@@ -202,7 +161,7 @@ def _held(value: Any) -> Any:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     items = value.values() if isinstance(value, dict) else value
-    found = items if type(value) in (*_SEQUENCES, dict) else [value]
+    found = items if type(value) in (*SEQUENCES, dict) else [value]
     return [t for t in found if isinstance(t, Tensor) and not t.is_inference()]
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
-from steadytorch.runtime.state import kept_attributes
+from steadytorch.workload.contents import kept_attributes
 from steadytorch.workload.reads import Reads, reads_of
 
 SAMPLES = 256

@@ -86,6 +86,10 @@ class Reads:
             *_contents(self.cells),
         ]
 
+    def held(self) -> list[Any]:
+        """`values`, and the watched lists themselves."""
+        return [*self.values(), *self.lists]
+
     def assign(self, values: Iterable[Any]) -> None:
         """Puts values in the order of `values` back where they were read; not into classes."""
         following = iter(values)

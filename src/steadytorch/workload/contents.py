@@ -1,0 +1,61 @@
+"""Compares values, and the items of containers, with a snapshot of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+SEQUENCES = (list, tuple, deque)
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+Contents = tuple[Any, list[Any] | None, list[Any], list[int | None]]
+"""A value, its keys if it is a dictionary, its items or itself, and versions of their tensors."""
+
+
+def version(value: Any) -> int | None:
+    """The number of in-place writes to a tensor; None for inference tensors and other values."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def contents(value: Any, version: Callable[[Any], int | None] = version) -> Contents:
+    """A snapshot of a value for `same`; one level deep in containers.
+
+    Args:
+        value: any value; the snapshot keeps it and its items alive.
+        version: tells the versions of tensors whose in-place writes count as changes.
+    """
+    if isinstance(value, dict):
+        return value, list(value), list(value.values()), list(map(version, value.values()))
+    if isinstance(value, (*SEQUENCES, set, frozenset)):
+        return value, None, list(value), list(map(version, value))
+    return value, None, [value], [version(value)]
+
+
+def same(before: Contents, after: Contents) -> bool:
+    """Whether two snapshots are equal: plain values by value, others by identity."""
+    if type(before[0]) is not type(after[0]) or before[3] != after[3]:
+        return False
+    pairs = [(before[1] or [], after[1] or []), (before[2], after[2])]
+    return all(len(one) == len(two) and all(map(_alike, one, two)) for one, two in pairs)
+
+
+def _alike(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    return type(before) is type(after) and isinstance(before, _PLAIN) and before == after
+
+
+def kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attributes, without weights that PyTorch's hooks recompute at each call.
+
+    Hooks of weight norm and spectral norm assign a newly computed weight at each call.
+    """
+    computed = {
+        getattr(hook, "name", None)
+        for hook in vars(module).get("_forward_pre_hooks", {}).values()
+        if type(hook).__module__.startswith("torch.nn.utils")
+    }
+    return {name: value for name, value in vars(module).items() if name not in computed}
