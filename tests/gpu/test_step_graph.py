@@ -505,11 +505,33 @@ def test_a_parameter_on_the_cpu_is_not_fixed():
             return self
 
         def forward(self, x):
-            self.calls += 0.1
             return super().forward(x) * self.calls
 
     one, other = both(batches(10), model=Scaled)
     assert one[0].eager[ELSEWHERE]
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("register", [nn.Buffer, nn.Parameter, lambda tensor: tensor])
+def test_a_tensor_on_the_cpu_that_the_step_writes_is_not_fixed(register):
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = register(torch.ones(()))
+            self.calls.requires_grad_(False)
+
+        def _apply(self, fn, recurse=True):
+            kept = self.calls
+            super()._apply(fn, recurse)
+            self.calls = kept
+            return self
+
+        def forward(self, x):
+            self.calls += 0.1
+            return super().forward(x) * self.calls
+
+    one, other = both(batches(10), model=Scaled)
+    assert one[0].eager[KEEPS_STATE]
     assert_same(one, other)
 
 

@@ -69,11 +69,25 @@ def test_what_promises_little_is_not_begun_once_compiled_code_was_timed(monkeypa
         timed = [trial for trial in found.candidates if trial.samples]
         return machine.act(found.chosen).time_ns, len(timed)
 
+    monkeypatch.setattr(sys.modules[Search.__module__], "ENOUGH", 0.0)  # no end before the budget's
     chosen_ns, timed = zip(*map(run, range(8)), strict=True)
     monkeypatch.setattr(sys.modules[Search.__module__], "LEAST", 0.0)
     all_ns, all_timed = zip(*map(run, range(8)), strict=True)
     assert max(ns / least for ns, least in zip(chosen_ns, all_ns, strict=True)) < 1.01
     assert sum(timed) < 0.9 * sum(all_timed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expectations_follow_from_all_that_was_timed(seed, monkeypatch):
+    noted, note = set(), Prospects.note
+
+    def noting(self, candidate, iteration_ns):
+        noted.add(candidate)
+        note(self, candidate, iteration_ns)
+
+    monkeypatch.setattr(Prospects, "note", noting)
+    found = search(Machine(seed), 180.0)
+    assert {trial.transforms for trial in found.candidates if trial.samples} == noted
 
 
 ON_CPU = [s for s in AVAILABLE if s.name != "cuda_graph" and "reduce-overhead" not in str(s)]

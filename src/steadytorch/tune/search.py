@@ -67,6 +67,9 @@ RACE_LOSS = TIE / 2
 took 60 rounds otherwise, a minute of two noisy cores."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
+OBJECTIVE_S, TAIL_S, INTERVAL_S = 20.0, 5.0, 10.0
+"""Most seconds for further samples after the decision: for a 99th percentile that is the objective,
+for another 99th percentile, and for an interval."""
 
 
 def compiling(slots: int, devices: int = 1) -> int:
@@ -498,17 +501,25 @@ class Search:
         )
 
     def _top_up(self, chosen: LiveTrial, marks: dict[int, int]) -> None:
-        """Takes more samples for a 99th percentile, or at least an interval, if that is cheap."""
+        """Takes more samples for a 99th percentile, or at least an interval, if that is cheap.
+
+        If the untouched workload is too slow for a 99th percentile, only the winner gets one.
+        """
         both = (self._pool.baseline, chosen)
+        tail_s = OBJECTIVE_S if self._options.of_tail else TAIL_S
         taken = len(chosen.measured(self._options.metric, marks[id(chosen)]).samples_ns)
-        for target, most_s in ((P99_SAMPLES, 20.0), (INTERVAL_SAMPLES, 10.0)):
+        for target, trials, most_s in (
+            (P99_SAMPLES, both, tail_s),
+            (P99_SAMPLES, (chosen,), tail_s),
+            (INTERVAL_SAMPLES, both, INTERVAL_S),
+        ):
             missing = target - taken
-            cost_s = missing * 1.5e-9 * sum(t.screened_ns for t in both)
+            cost_s = missing * 1.5e-9 * sum(trial.screened_ns for trial in trials)
             if missing <= 0 or cost_s > min(most_s, max(self._budget.remaining(), 0.0)):
                 continue
             size = min(missing, 50)
             for _ in range(-(-missing // size)):
-                for trial in self._rng.sample(both, 2):
+                for trial in self._rng.sample(trials, len(trials)):
                     self._pool.timed_block(trial, size)
             return
 
@@ -529,7 +540,8 @@ class Search:
         with self._scheduler.paused():
             self._pool.screen(verified)
         for trial in [self._pool.baseline, *verified]:
-            if trial.ok and trial.blocks and self._pool.allowed(trial):
+            # Losers teach as much as leaders, although their workers are closed by now.
+            if trial.status == "ok" and trial.blocks and self._pool.allowed(trial):
                 self._prospects.note(trial.candidate, self._pool.screened_ns(trial))
 
     def _is_due(self) -> bool:

@@ -119,6 +119,7 @@ class SetupScheduler:
         self.findings: tuple[Finding, ...] = ()
         """Findings from a few profiled steps of the untouched workload."""
         self.retry: list[Candidate] = []
+        self._lost = set[Candidate]()
         """Candidates that ran out of memory beside other workers and will be retried alone."""
         self.under_way: list[LiveTrial] = []
         """Trials that have begun but that `prepare` has not returned yet."""
@@ -207,6 +208,7 @@ class SetupScheduler:
         self.under_way = [trial for trial in self.under_way if trial not in gone]
         for trial in gone:
             trial.worker.kill()
+        self._lost.update(trial.candidate for trial in lost)
         self._waiting = [
             *((trial.candidate, trial.deadline_s, None) for trial in (*lost, *gone)),
             *((candidate, s, None if at == device else at) for candidate, s, at in self._waiting),
@@ -239,8 +241,12 @@ class SetupScheduler:
 
     @property
     def owes(self) -> bool:
-        """Whether a candidate that ran out of memory beside others still awaits its retry alone."""
-        return bool(self.retry or self._retried.intersection(self.begun))
+        """Whether a candidate still awaits its second set-up.
+
+        One that ran out of memory beside others gets a retry alone. One that was lost with its
+        device, and may have led, is set up again on another device.
+        """
+        return bool(self.retry or (self._retried | self._lost).intersection(self.begun))
 
     @property
     def ready(self) -> list[LiveTrial]:
