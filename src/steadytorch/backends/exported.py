@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.workload.generators import restored
 from steadytorch.workload.signature import strides_of
 from steadytorch.workload.workload import Workload
 
 WRITES = "the model writes to its inputs, buffers or containers, which an engine would not"
+DRAWS = "the model draws random numbers when called, which an engine would draw otherwise"
 _CONSTANTS = (bool, int, float, str, type(None))
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -87,8 +89,9 @@ def export(workload: Workload) -> Exported:
         workload: an inference workload on the CPU whose model is an `nn.Module`.
 
     Raises:
-        UnsupportedError: the model cannot be exported, writes to state or arguments, or returns
-            something other than tensors and constants; or an input cannot be passed to an engine.
+        UnsupportedError: the model cannot be exported, writes to state or arguments, draws random
+            numbers, or returns something other than tensors and constants; or an input cannot be
+            passed to an engine.
     """
     given = workload.inputs, in_order(workload.kwargs)
     leaves, nesting = pytree.tree_flatten(given)
@@ -99,6 +102,8 @@ def export(workload: Workload) -> Exported:
     flat = _Flat(workload.model, leaves, nesting, seen)
     with torch.inference_mode(False), torch.no_grad(), _reason("the model cannot be exported"):
         program = torch.export.export(flat, tensors, strict=False)
+    if any(map(_may_draw, program.graph.nodes)) and _draws(workload):
+        raise UnsupportedError(DRAWS)
     signature = program.graph_signature
     found, returned = seen[-1]
     held = {spec.arg.name for spec in signature.input_specs}
@@ -112,6 +117,20 @@ def export(workload: Workload) -> Exported:
     return Exported(
         program, Form(tuple(map(str, signature.user_inputs)), _dumped(returned), results)
     )
+
+
+def _may_draw(node: torch.fx.Node) -> bool:
+    """Whether an operator draws random numbers with some arguments, as attention and dropout do."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _draws(workload: Workload) -> bool:
+    """Whether a call of the model, on copies of its inputs, draws random numbers."""
+    copies = pytree.tree_map_only(Tensor, Tensor.clone, (workload.inputs, dict(workload.kwargs)))
+    with restored(), torch.no_grad():
+        before = torch.get_rng_state()
+        workload.model(*copies[0], **copies[1])
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def _check(tensor: Tensor) -> None:

@@ -900,7 +900,7 @@ def _all_same(before: list[Contents], after: list[Contents]) -> bool:
 
 
 def _version_elsewhere(value: Any) -> int | None:
-    """The version of a tensor whose in-place writes a replay does not repeat."""
+    """The version of what a replay does not change: of a tensor elsewhere, or of a generator."""
     is_tensor = isinstance(value, Tensor)
     return None if is_tensor and on_current_device([value]) else version(value)
 

@@ -30,7 +30,7 @@ from steadytorch.runtime.keys import full_key
 from steadytorch.runtime.probation import CanaryProbation, FirstCall
 from steadytorch.runtime.report import Serving
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
-from steadytorch.runtime.state import KEEPS_STATE, writes_of
+from steadytorch.runtime.state import DRAWS, KEEPS_STATE, writes_of
 from steadytorch.runtime.weights import Weights
 from steadytorch.workload.containers import holds_containers
 from steadytorch.workload.signature import signature
@@ -342,8 +342,8 @@ class Entries:
                 entry.resolution.choices,
             )
         except Exception as error:
-            kept = isinstance(error, UnsupportedError) and KEEPS_STATE in str(error)
-            entry.reason = KEEPS_STATE if kept else NOT_APPLIED
+            known = (KEEPS_STATE, DRAWS) if isinstance(error, UnsupportedError) else ()
+            entry.reason = next((each for each in known if each in str(error)), NOT_APPLIED)
             self.warn(NOT_APPLIED, one_line(error))
             return None
         entry.executor, entry.is_replay = executor, executor.static is not None

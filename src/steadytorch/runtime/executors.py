@@ -19,7 +19,7 @@ from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
 from steadytorch.runtime.settings import setting_flags
-from steadytorch.runtime.state import KEEPS_STATE, State
+from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.workload import TrainingStep, Workload
@@ -154,19 +154,29 @@ def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
 def _applied_without_trace(
     part: Transform, workload: Workload, modules: list[nn.Module]
 ) -> Iterator[Workload]:
-    """Applies a transform; rejects recording, tracing or converting that changed state."""
+    """Applies a transform; rejects recording, tracing or converting that changed state.
+
+    Random numbers that were drawn meanwhile are drawn again by the first call. Python's and NumPy's
+    may have become constants, so these are rejected too.
+    """
     if part.records:
         state = State(modules, keep=True)
     else:  # only the caller's model is traced or converted
         state = State(modules[:1], keep=True, most=MOST_OWN_BYTES)
-    is_applied = False
+    is_applied, draws = False, Draws(workload.device)
     try:
         with part.applied(workload) as changed:
             if state.changed():
                 raise UnsupportedError(KEEPS_STATE)
+            if draws.on_host():
+                raise UnsupportedError(DRAWS)
             is_applied = True
+            if draws.happened():
+                draws.undo()
             yield changed
     except BaseException:
         if not is_applied and state.changed():
             state.restore()
+        if not is_applied and draws.happened():
+            draws.undo()
         raise

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from steadytorch.transforms.inference_mode import Leaving
 from steadytorch.workload.contents import SEQUENCES, Contents, contents, kept_attributes, same
+from steadytorch.workload.generators import OBJECTS, HostStates, set_state, state_of
 from steadytorch.workload.reads import reads_of
 
 KEEPS_STATE = "the model keeps state between its calls"
@@ -29,11 +30,12 @@ class State:
     If `forward` changes attributes or buffers, outputs depend on earlier calls, and a converted
     copy of the model would diverge. Assigned attributes and written tensors are detected, in
     buffers and one level deep in lists, tuples, deques, sets and dictionaries; also in what the
-    code of `forward` reads of objects, globals and closures (see `Reads`).
+    code of `forward` reads of objects, globals and closures (see `Reads`). So are numbers drawn
+    from generators found there.
 
     Args:
         modules: the module trees to inspect.
-        keep: whether to copy the tensors, for `restore`.
+        keep: whether to copy tensors and states of generators, for `restore`.
         most: limit on the bytes of all copies; above it, nothing is copied.
 
     Attributes:
@@ -52,6 +54,9 @@ class State:
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
         self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
+        held = chain(*(found.values() for found in self._seen), self._read) if keep else ()
+        generators = [item for each in held for item in each[2] if isinstance(item, OBJECTS)]
+        self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def changed(self) -> bool:
         """Whether the model's state differs from the snapshot."""
@@ -85,6 +90,8 @@ class State:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
+        for generator, state in self._generators:
+            set_state(generator, state)
 
 
 def _differs(seen: dict[str, Any], module: nn.Module) -> bool:
@@ -166,21 +173,26 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class Draws:
-    """A snapshot of the random number generators that a model on `device` draws from.
+    """A snapshot of PyTorch's, Python's and NumPy's generators, for a model on `device`.
 
     Random numbers that other threads draw at the same time are attributed to the model.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._found = self._now()
+        self._found, self._host = self._now(), HostStates()
 
     def happened(self) -> bool:
         """Whether random numbers were drawn since the snapshot."""
-        return not all(map(torch.equal, self._found, self._now()))
+        return not all(map(torch.equal, self._found, self._now())) or self.on_host()
+
+    def on_host(self) -> bool:
+        """Whether Python's or NumPy's random numbers were drawn since the snapshot."""
+        return self._host.drawn()
 
     def undo(self) -> None:
         """Restores the random number generators, so that the same numbers are drawn again."""
+        self._host.restore()
         torch.set_rng_state(self._found[0])
         if self._device is not None:
             torch.cuda.set_rng_state(self._found[1], self._device)

@@ -8,15 +8,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from steadytorch.workload.generators import OBJECTS, digest
+
 SEQUENCES = (list, tuple, deque)
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 Contents = tuple[Any, list[Any] | None, list[Any], list[int | None]]
-"""A value, its keys if it is a dictionary, its items or itself, and versions of their tensors."""
+"""A value, its keys if it is a dictionary, its items or itself, and their versions."""
 
 
 def version(value: Any) -> int | None:
-    """The number of in-place writes to a tensor; None for inference tensors and other values."""
+    """The number of in-place writes to a tensor, or a digest of a random number generator's state.
+
+    None for inference tensors and other values.
+    """
+    if isinstance(value, OBJECTS):
+        return digest(value)
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
@@ -25,7 +32,7 @@ def contents(value: Any, version: Callable[[Any], int | None] = version) -> Cont
 
     Args:
         value: any value; the snapshot keeps it and its items alive.
-        version: tells the versions of tensors whose in-place writes count as changes.
+        version: tells versions; other versions of an item are a change.
     """
     if isinstance(value, dict):
         return value, list(value), list(value.values()), list(map(version, value.values()))

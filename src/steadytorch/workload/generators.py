@@ -1,13 +1,18 @@
-"""Keeps the caller's random number generators as they were."""
+"""Keeps random number generators as they were, and tells whether numbers were drawn."""
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+
+OBJECTS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Classes of generators that a model may hold."""
 
 
 @contextmanager
@@ -16,11 +21,55 @@ def restored() -> Iterator[None]:
 
     Of GPUs, only generators that existed at its beginning are restored.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    host = HostStates()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            host.restore()
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of one of `OBJECTS`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Puts a generator back into a state from `state_of`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def digest(generator: Any) -> int:
+    """A number that tells two states of a generator of one of `OBJECTS` apart."""
+    state = state_of(generator)
+    return hash(state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state))
+
+
+class HostStates:
+    """A snapshot of Python's and NumPy's global generators."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def drawn(self) -> bool:
+        """Whether numbers were drawn since the snapshot."""
+        return random.getstate() != self._python or pickle.dumps(
+            np.random.get_state()
+        ) != pickle.dumps(self._numpy)
+
+    def restore(self) -> None:
+        """Restores the generators, so that the same numbers are drawn again."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
