@@ -134,3 +134,35 @@ def test_a_result_of_a_class_that_cannot_be_described_is_refused():
 
     with pytest.raises(UnsupportedError, match="results cannot be described"):
         export(Workload(Pairs().eval(), torch.ones(2)))
+
+
+class Described(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.info = nn.Linear(4, 2), [{"sizes": [4, 2]}]
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_containers_in_attributes_stay_the_models_own():
+    model = Described()
+    info, sizes = model.info, model.info[0]["sizes"]
+    export(Workload(model, (torch.ones(1, 4),)))
+    assert model.info is info
+    assert model.info[0]["sizes"] is sizes
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_model_that_draws_is_refused(draws):
+    class Attends(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 * draws)
+
+    workload, before = Workload(Attends(), (torch.ones(1, 2, 4, 8),)), torch.get_rng_state()
+    if draws:
+        with pytest.raises(UnsupportedError, match="draws random numbers"):
+            export(workload)
+    else:
+        export(workload)
+    assert torch.equal(torch.get_rng_state(), before)

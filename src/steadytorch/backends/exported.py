@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.workload.contents import contents, same
 from steadytorch.workload.generators import restored
 from steadytorch.workload.signature import strides_of
 from steadytorch.workload.workload import Workload
@@ -100,7 +101,8 @@ def export(workload: Workload) -> Exported:
         _check(tensor)
     seen: list[tuple[list[Any], Any]] = []
     flat = _Flat(workload.model, leaves, nesting, seen)
-    with torch.inference_mode(False), torch.no_grad(), _reason("the model cannot be exported"):
+    why = "the model cannot be exported"
+    with torch.inference_mode(False), torch.no_grad(), _reason(why), _containers(workload.model):
         program = torch.export.export(flat, tensors, strict=False)
     if any(map(_may_draw, program.graph.nodes)) and _draws(workload):
         raise UnsupportedError(DRAWS)
@@ -117,6 +119,19 @@ def export(workload: Workload) -> Exported:
     return Exported(
         program, Form(tuple(map(str, signature.user_inputs)), _dumped(returned), results)
     )
+
+
+@contextmanager
+def _containers(model: nn.Module) -> Iterator[None]:
+    """Puts a model's own containers back in its attributes, where `torch.export` leaves equals."""
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            for name, value in before.items():
+                if name in held and same(contents(value), contents(held[name])):
+                    held[name] = value
 
 
 def _may_draw(node: torch.fx.Node) -> bool:

@@ -42,7 +42,7 @@ def contents(value: Any, version: Callable[[Any], int | None] = version) -> Cont
 
 
 def same(before: Contents, after: Contents) -> bool:
-    """Whether two snapshots are equal: plain values by value, others by identity."""
+    """Whether two snapshots are equal: plain values and containers by value, others by identity."""
     if type(before[0]) is not type(after[0]) or before[3] != after[3]:
         return False
     pairs = [(before[1] or [], after[1] or []), (before[2], after[2])]
@@ -52,7 +52,13 @@ def same(before: Contents, after: Contents) -> bool:
 def _alike(before: Any, after: Any) -> bool:
     if before is after:
         return True
-    return type(before) is type(after) and isinstance(before, _PLAIN) and before == after
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, dict):
+        return list(before) == list(after) and all(map(_alike, before.values(), after.values()))
+    if isinstance(before, list | tuple):  # `torch.export` makes nested ones anew
+        return len(before) == len(after) and all(map(_alike, before, after))
+    return isinstance(before, _PLAIN) and before == after
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
