@@ -130,7 +130,8 @@ def _containers(model: nn.Module) -> Iterator[None]:
     finally:
         for held, before in kept:
             for name, value in before.items():
-                if name in held and same(contents(value), contents(held[name])):
+                now = held.get(name)
+                if now is not value and same(contents(value), contents(now)):
                     held[name] = value
 
 

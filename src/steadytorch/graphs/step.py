@@ -12,7 +12,6 @@ that cannot be replayed run eagerly.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
 from steadytorch.workload.contents import Contents, contents, kept_attributes, same, version
+from steadytorch.workload.generators import host_states
 from steadytorch.workload.reads import modules_read
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep
@@ -877,9 +877,7 @@ def _address(tensor: Tensor) -> int:
 
 def host_random() -> tuple[Any, ...]:
     """States of the random number generators on the host: PyTorch's, Python's and NumPy's."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else str(numpy.random.get_state())
-    return torch.get_rng_state().tolist(), random.getstate(), of_numpy
+    return torch.get_rng_state().tolist(), *host_states()
 
 
 @contextmanager

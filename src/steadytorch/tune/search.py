@@ -68,8 +68,8 @@ took 60 rounds otherwise, a minute of two noisy cores."""
 P99_SAMPLES = 1500
 INTERVAL_SAMPLES = 150
 OBJECTIVE_S, TAIL_S, INTERVAL_S = 20.0, 5.0, 10.0
-"""Most seconds for further samples after the decision: for a 99th percentile that is the objective,
-for another 99th percentile, and for an interval."""
+"""Most seconds for further samples after the decision. The first is for a 99th percentile that is
+the objective, the second for any other, the third for an interval."""
 
 
 def compiling(slots: int, devices: int = 1) -> int:

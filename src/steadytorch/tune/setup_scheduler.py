@@ -119,8 +119,8 @@ class SetupScheduler:
         self.findings: tuple[Finding, ...] = ()
         """Findings from a few profiled steps of the untouched workload."""
         self.retry: list[Candidate] = []
-        self._lost = set[Candidate]()
         """Candidates that ran out of memory beside other workers and will be retried alone."""
+        self._lost = set[Candidate]()
         self.under_way: list[LiveTrial] = []
         """Trials that have begun but that `prepare` has not returned yet."""
         self._waiting: list[tuple[Candidate, float, str | None]] = []

@@ -57,19 +57,23 @@ def digest(generator: Any) -> int:
     return hash(state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state))
 
 
+def host_states() -> tuple[Any, bytes]:
+    """States of Python's and NumPy's global generators, for comparison."""
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
 class HostStates:
     """A snapshot of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._states = host_states()
 
     def drawn(self) -> bool:
         """Whether numbers were drawn since the snapshot."""
-        return random.getstate() != self._python or pickle.dumps(
-            np.random.get_state()
-        ) != pickle.dumps(self._numpy)
+        return host_states() != self._states
 
     def restore(self) -> None:
         """Restores the generators, so that the same numbers are drawn again."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        python, numpy = self._states
+        random.setstate(python)
+        np.random.set_state(pickle.loads(numpy))
