@@ -66,7 +66,7 @@ class HostStates:
     """A snapshot of Python's and NumPy's global generators."""
 
     def __init__(self) -> None:
-        self._states = host_states()
+        self._states, self._numpy = host_states(), np.random.get_state()
 
     def drawn(self) -> bool:
         """Whether numbers were drawn since the snapshot."""
@@ -74,6 +74,5 @@ class HostStates:
 
     def restore(self) -> None:
         """Restores the generators, so that the same numbers are drawn again."""
-        python, numpy = self._states
-        random.setstate(python)
-        np.random.set_state(pickle.loads(numpy))
+        random.setstate(self._states[0])
+        np.random.set_state(self._numpy)
