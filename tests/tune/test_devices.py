@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -190,7 +191,10 @@ def test_a_killed_worker_of_the_second_device_leaves_the_first(search, monkeypat
         busy = [t for t in self.alive() if t.device == "second"]
         if busy and not killed:
             killed.extend(t.candidate for t in busy)
-            os.kill(self.further["second"].worker.pid, signal.SIGKILL)
+            worker = self.further["second"].worker
+            os.kill(worker.pid, signal.SIGKILL)
+            while worker.alive:
+                time.sleep(0.01)
         take(self, orders)
 
     monkeypatch.setattr(CandidatePool, "_take_blocks", kill_first)

@@ -119,7 +119,8 @@ class CandidatePool:
         for taken in range(SCREEN_BLOCKS):
             if taken >= FEWEST_BLOCKS and self._are_out(new, known, taken):
                 return
-            yield from (trial for trial in rng.sample(arms, len(arms)) if trial.ok)
+            # Timing a worker that died meanwhile finds out why it died.
+            yield from (trial for trial in rng.sample(arms, len(arms)) if trial.status == "ok")
 
     def _are_out(self, new: list[LiveTrial], known: list[LiveTrial], taken: int) -> bool:
         """Whether each new trial's fastest block exceeds a known trial's slowest by factor `NEAR`.
