@@ -35,7 +35,6 @@ from steadytorch.kernels.pointwise_conv import pointwise_conv2d
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
 from steadytorch.kernels.small_channel_conv import thin_conv2d
 from steadytorch.measure.sampler import CudaSampler, grouped, warm_up
-from steadytorch.tune.stem import fastest
 
 Call = Callable[[], Any]
 SAMPLES = 5
@@ -89,12 +88,11 @@ def epilogue(shape: tuple[int, ...], dtype: torch.dtype, layout: Any) -> Case:
 
 
 def stem(batch: int, dtype: torch.dtype, layout: Any, side: int) -> Case:
-    """A convolution to 64 channels with stride 2, ReLU and pooling, in the chosen configuration."""
+    """A convolution to 64 channels with stride 2, ReLU and pooling."""
     x, weight = made((batch, 3, 224, 224), dtype, layout), made((64, 3, side, side), dtype, layout)
     weight *= (3 * side * side) ** -0.5
     bias, padding = torch.randn(64, device="cuda").to(dtype), side // 2
     sizes: Any = (2, padding, 3, 2, 1, False)
-    config = fastest([(x, weight, bias, *sizes, "")], lambda: False)
 
     def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.max_pool2d(F.conv2d(x, weight, bias, 2, padding).relu(), 3, 2, 1)
@@ -103,11 +101,11 @@ def stem(batch: int, dtype: torch.dtype, layout: Any, side: int) -> Case:
         return relu_max_pool2d(F.conv2d(x, weight, bias, 2, padding), 3, 2, 1)
 
     def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return conv_relu_max_pool2d(x, weight, bias, *sizes, config)
+        return conv_relu_max_pool2d(x, weight, bias, *sizes)
 
     y, exact = ours(x, weight, bias), eager(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
-    name = f"convolution {side}x{side} + ReLU + max-pool, {list(x.shape)} {_kind(x)}, {config}"
+    name = f"convolution {side}x{side} + ReLU + max-pool, {list(x.shape)} {_kind(x)}"
     moved = x.nbytes + weight.nbytes + y.nbytes
     others: dict[str, Callable[..., Any]] = {
         "convolution alone": lambda x, w, b: F.conv2d(x, w, b, 2, padding),

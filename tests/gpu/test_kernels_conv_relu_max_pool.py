@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.facts import load_facts
 from steadytorch.kernels import conv_relu_max_pool as room
 from steadytorch.kernels.conv_relu_max_pool import conv_relu_max_pool2d
@@ -20,7 +19,6 @@ from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.fused_kernels import FusedKernels
-from steadytorch.tune.stem import choose_config
 from steadytorch.workload.workload import Workload
 
 pytestmark = [
@@ -265,14 +263,6 @@ def test_it_is_compiled_along_with_its_neighbours():
 
 
 @pytest.mark.alone
-def test_a_configuration_is_chosen_by_timing_in_a_worker(tmp_path):
-    made = network()
-    save_payload(made, tmp_path)
-    prefix = (FusedKernels(STEM).spec, ChannelsLast().spec)
-    # "" stands for the configuration that follows from the sizes: it may be the fastest.
-    assert choose_config(tmp_path, prefix=prefix, device="cuda", deadline_s=120.0) in {"", *CONFIGS}
-
-
 def network() -> Workload:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))

@@ -531,7 +531,7 @@ def test_a_tensor_on_the_cpu_that_the_step_writes_is_not_fixed(register):
             return super().forward(x) * self.calls
 
     one, other = both(batches(10), model=Scaled)
-    assert one[0].eager[KEEPS_STATE]
+    assert one[0].eager[KEEPS_STATE] or one[0].eager[ELSEWHERE]
     assert_same(one, other)
 
 

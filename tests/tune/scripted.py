@@ -285,7 +285,6 @@ def make_search(
     watcher: Any = None,
     slots: int = 2,
     choose_engines: Any = None,
-    choose_stem: Any = None,
     pads: Any = bool,
     device: str = "cpu",
     others: Sequence[str] = (),
@@ -303,7 +302,6 @@ def make_search(
         watcher=watcher,
         slots=slots,
         choose_engines=choose_engines,
-        choose_stem=choose_stem,
         pads=pads,
         now=stage.now,
     )

@@ -9,10 +9,8 @@ from steadytorch.results.candidate import TransformSpec, describe
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.tune.candidates import (
     CandidateSource,
-    stem_of,
     suggested_by,
     unpadded,
-    with_stem_config,
 )
 from steadytorch.workload.workload import Workload
 
@@ -404,17 +402,6 @@ def test_where_a_loader_feeds_the_steps_every_seed_takes_batches_ahead():
     assert {tuple(s for s in candidate if s != ahead) for candidate in seeds} - {()} == set(
         CandidateSource(available[:2], WORKLOAD, "same", "memory-bound").seeds()
     )
-
-
-def test_a_leader_is_cut_up_anew_and_stays_as_it_was_else():
-    leader = (FOLD, _fused("", stem=True), LAYOUT)
-    assert with_stem_config(leader, "64x32x7-w4s1") == (
-        FOLD,
-        _fused("64x32x7-w4s1", stem=True),
-        LAYOUT,
-    )
-    assert with_stem_config((FOLD, LAYOUT), "64x32x7-w4s1") == (FOLD, LAYOUT)
-    assert stem_of((FOLD, _fused("", residual=True))) is None
 
 
 @pytest.mark.parametrize("regime", REGIMES)

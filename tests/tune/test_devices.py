@@ -33,7 +33,7 @@ QUICK = TransformSpec("quick")
 KINDS = [TransformSpec("faulty", (("kind", kind),)) for kind in ("wrong", "nan", "raises")]
 A, B, C = "cuda:0", "cuda:1", "cuda:2"
 OPTIONS = [EAGER, DETERMINISTIC, FOLD]
-PAIR = transforms.order([EAGER, DETERMINISTIC])
+ALONE = (DETERMINISTIC,)
 """Is set up first on the second device."""
 
 
@@ -86,13 +86,13 @@ def test_finalists_of_further_devices_are_compared_on_the_first(monkeypatch):
 
 
 def test_a_device_whose_untouched_workload_dies_is_left_out_and_its_candidates_move():
-    stage = Stage(acts() | {PAIR: Act(6 * MS)}, deaths={B: 8})
+    stage = Stage(acts() | {ALONE: Act(6 * MS)}, deaths={B: 8})
     result = make_search(stage, OPTIONS, device=A, others=[B]).run()
-    assert result.chosen == PAIR
+    assert result.chosen == ALONE
     assert result.devices == (A,)
     (why,) = result.devices_left_out.values()
     assert why.startswith("the untouched workload failed: segmentation fault")
-    assert devices_of(stage, PAIR) == [B, A]
+    assert devices_of(stage, ALONE) == [B, A]
 
 
 def test_the_first_devices_untouched_workload_ends_the_search_if_it_dies():
@@ -103,11 +103,11 @@ def test_the_first_devices_untouched_workload_ends_the_search_if_it_dies():
 
 def test_a_candidate_that_fails_on_the_second_device_costs_itself_only():
     stage = Stage(acts(fold=6.0))
-    stage.acts[PAIR].blocks_until_death = 2
+    stage.acts[ALONE].blocks_until_death = 2
     result = make_search(stage, OPTIONS, device=A, others=[B]).run()
     assert (result.chosen, result.devices) == ((FOLD,), (A, B))
-    assert devices_of(stage, PAIR) == [B]
-    (dead,) = [t for t in result.candidates if t.transforms == PAIR]
+    assert devices_of(stage, ALONE) == [B]
+    (dead,) = [t for t in result.candidates if t.transforms == ALONE]
     assert dead.status == "rejected"
 
 

@@ -202,9 +202,12 @@ def test_a_search_stops_when_no_gain_is_expected_and_says_so():
     assert any("no gain expected" in reason for reason in given_up)
 
 
-@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 1), (4, 2), (8, 4)])
-def test_compilers_share_the_cores(slots, most):
-    assert compiling(slots) == most
+@pytest.mark.parametrize(
+    ("slots", "on_gpu", "on_cpu"), [(1, 1, 1), (2, 1, 1), (4, 3, 2), (8, 6, 4)]
+)
+def test_compilers_share_the_cores(slots, on_gpu, on_cpu):
+    assert compiling(slots, on_cpu=False) == on_gpu
+    assert compiling(slots, on_cpu=True) == on_cpu
 
 
 @pytest.mark.sampled(every=4)

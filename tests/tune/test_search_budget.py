@@ -46,7 +46,8 @@ def test_the_budget_that_the_refusal_names_is_enough():
 
 
 def test_the_default_budget_holds_tails_of_steps_that_a_neighbour_slows_down():
-    stage = Stage({(): Act(2600 * MS), (EAGER,): Act(70 * MS)})
+    slow = {candidate: Act(2600 * MS) for candidate in ((), (FOLD,), (FOLD, EAGER))}
+    stage = Stage({**slow, (EAGER,): Act(70 * MS)})
     result = make_search(stage, [EAGER, FOLD], SearchOptions(objective="p99")).run()
     assert result.chosen == (EAGER,)
     assert result.seconds <= 180.0

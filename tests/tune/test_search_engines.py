@@ -20,7 +20,7 @@ from scripted import (
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import setup_scheduler
-from steadytorch.tune.search import COMPILING
+from steadytorch.tune.search import compiling
 from steadytorch.tune.select import SearchOptions
 from steadytorch.workload.workload import Workload
 
@@ -132,7 +132,7 @@ def test_no_more_than_the_cores_can_share_compile_in_one_round():
     options = SearchOptions(budget_s=500.0, precision="tf32")
     search = make_search(stage, available, options, slots=8)
     search.run()
-    assert max(most) == COMPILING
+    assert max(most) == compiling(8, on_cpu=True)
 
 
 def _training():

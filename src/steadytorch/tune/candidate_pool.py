@@ -276,13 +276,17 @@ class CandidatePool:
         ranked = self.ranked()
         return ranked[0] if ranked else self.baseline
 
+    def near_leader(self) -> list[LiveTrial]:
+        """Timed trials within `NEAR` of the fastest, fastest first; they may have been closed."""
+        return self._near(self.ranked())
+
+    def _near(self, ranked: list[LiveTrial]) -> list[LiveTrial]:
+        return [t for t in ranked if self._score(t) <= NEAR * self._score(ranked[0])]
+
     def finalists(self) -> list[LiveTrial]:
         """Candidates of the final race, fastest first, without the baseline."""
         ranked = [t for t in self.ranked() if t.worker.alive and t is not self.baseline]
-        if not ranked:
-            return []
-        fastest = self._score(ranked[0])
-        return [t for t in ranked[:KEEP] if self._score(t) <= NEAR * fastest]
+        return self._near(ranked)[:KEEP]
 
     def racing(self) -> list[LiveTrial]:
         """Arms of the final race: the finalists, and the untouched workload unless far behind."""

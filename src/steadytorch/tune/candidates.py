@@ -44,21 +44,6 @@ def engine_prefix(
     )
 
 
-def stem_of(candidate: Candidate) -> TransformSpec | None:
-    """The candidate's transform that fuses the stem; None if the stem is not fused."""
-    return next((spec for spec in candidate if dict(spec.parameters).get("stem")), None)
-
-
-def with_stem_config(candidate: Candidate, config: str) -> Candidate:
-    """The candidate with this configuration of its fused stem."""
-    stem = stem_of(candidate)
-    if stem is None:
-        return candidate
-    parameters = {**dict(stem.parameters), "config": config}
-    new = TransformSpec(stem.name, tuple(parameters.items()))
-    return tuple(new if spec == stem else spec for spec in candidate)
-
-
 def unpadded(candidate: Candidate) -> Candidate:
     """The candidate with its matrix products compiled without padding."""
     return tuple(

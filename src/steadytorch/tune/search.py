@@ -32,9 +32,7 @@ from steadytorch.tune.candidate_pool import CandidatePool
 from steadytorch.tune.candidates import (
     CandidateSource,
     engine_prefix,
-    stem_of,
     unpadded,
-    with_stem_config,
 )
 from steadytorch.tune.prospects import ENOUGH, HORIZON_S, LEAST, Prospects
 from steadytorch.tune.result import (
@@ -53,12 +51,8 @@ ENGINES = "cudnn_engines"
 ENGINES_S = 40.0
 ENGINES_SHARE = 0.3
 """Limits for choosing engines: in seconds, and as a share of the exploration time."""
-COMPILING = 4
-"""Maximum number of candidates that compile at once per device, because they share the cores."""
 GUESSED_SHORT = 2.0
 """A compilation may take this multiple of the first guess at it (see `budget`)."""
-STEM_S = 10.0
-"""Seconds for choosing the configuration of a fused stem."""
 UNKNOWN = "unclassified"
 """The regime before the untouched workload was measured."""
 EXHAUSTED, STOPPED = "budget exhausted", "no gain expected"
@@ -72,9 +66,13 @@ OBJECTIVE_S, TAIL_S, INTERVAL_S = 20.0, 5.0, 10.0
 the objective, the second for any other, the third for an interval."""
 
 
-def compiling(slots: int, devices: int = 1) -> int:
-    """Number of candidates that may compile at once."""
-    return max(1, min(COMPILING * devices, slots // 2))
+def compiling(slots: int, on_cpu: bool) -> int:
+    """Number of candidates that may compile at once, given how many set-ups may overlap.
+
+    For a GPU, compiling mostly runs Python on one core. On 16 cores, four candidates took as long
+    at once as one alone: 39 to 43 s for Swin-T, 20 to 22 s for ConvNeXt-T, 19 to 24 s for BERT.
+    """
+    return max(1, slots // 2 if on_cpu else slots * 3 // 4)
 
 
 def _layers(workload: Workload) -> int:
@@ -101,7 +99,6 @@ class Search:
         slots: how many set-ups may overlap.
         choose_engines: maps prefix transforms and seconds to the parameter of `cudnn_engines`;
             called only if that transform applies.
-        choose_stem: maps prefix transforms and seconds to the `config` of `fused_kernels`.
         pads: whether the compiler has padded matrix products of a candidate.
         now: returns seconds on a monotonic clock.
         began: start of the budget on that clock; None for now.
@@ -118,7 +115,6 @@ class Search:
         watcher: ProgressListener,
         slots: int,
         choose_engines: Chooser | None = None,
-        choose_stem: Chooser | None = None,
         pads: Callable[[], bool] = bool,
         now: Callable[[], float] = time.monotonic,
         began: float | None = None,
@@ -126,8 +122,8 @@ class Search:
         self._workload, self._scheduler = workload, scheduler
         self._available, self._not_applicable = tuple(available), not_applicable
         self._options, self._watcher, self._slots = options, watcher, slots
-        self._choose_engines, self._choose_stem = choose_engines, choose_stem
-        self._pads = pads
+        self._choose_engines = choose_engines
+        self._pads, self._compiling = pads, compiling(slots, scheduler.shares_cores)
         self._budget = Budget(options.budget_s, now, _layers(workload), began)
         self._prospects, self._ended, self._beyond = Prospects(), "", ""
         self._rng = Random(options.seed)
@@ -143,6 +139,7 @@ class Search:
         self._not_tried: dict[str, str] = {}
         self._final: _Final | None = None
         self._compiler = CompilerChoices()
+        self._early: list[Candidate] = []
         self._lowered: Candidate = ()
 
     def run(self) -> TuneResult:
@@ -170,12 +167,14 @@ class Search:
         """Begins compiling the candidates that usually win, before the baseline is measured."""
         source = self._source()
         slow = self._affordable(filter(compiles, source.seeds()))
-        early = slow[: max(1, self._slots // 4)]
+        early = slow[: max(1, self._compiling * 2 // 3)]  # the others wait for engines
         if self._slots >= 4 and not self._scheduler.shares_cores:  # the first to be ready
             early += itertools.islice((c for c in source.seeds() if not compiles(c)), 1)
         self._lowered = source.lowered()
         if self._lowered and self._lowered not in early:
             early.append(self._lowered)
+        if not self._scheduler.shares_cores:  # else they hold up others, which may be far ahead
+            self._early = early
         if early:
             deadline_s = self._budget.deadline_s(early, [])
             self._scheduler.begin(early, self._slots, deadline_s)
@@ -203,34 +202,38 @@ class Search:
         source = self._source(character.regime, findings)
         named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
         self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
-        self._pursue(lambda: self._strong(source), while_it_pays=True)
+        self._pursue(source, owed=self._early)
         if self._workload.is_training and self._may_gain_by_engines():
             self._available = self._with_engines()
             source = self._source(character.regime, findings)
-            self._pursue(lambda: self._strong(source), while_it_pays=True)
-        owed = self._begin(self._unpadded())
-        owed += self._begin(source.beyond(self._pool.leader().candidate))
-        owed += self._begin(self._refined(source))
-        leader = describe(self._pool.leader().candidate)
-        phase = f"trying variations of {leader}, and other precisions for comparison"
-        self._pursue(lambda: self._neighbours(source), phase, while_it_pays=True, owed=owed)
-        late = source.late()
-        if not self._ended:
-            self._pursue(lambda: late, "trying weaker combinations", while_it_pays=True)
-        left = [*source.seeds(), *self._neighbours(source), *late]
+            self._pursue(source)
+        owed = self._begin(source.beyond(self._pool.leader().candidate))
+        if owed:
+            self._watcher.phase("trying other precisions for comparison")
+            self._pursue(source, owed)
+        left = [*source.seeds(), *self._variations(source), *source.late()]
         left = [candidate for candidate in dict.fromkeys(left) if not self._pool.known(candidate)]
         for candidate, gain in zip(left, self._prospects.expected_gains(left), strict=True):
             hopeless = self._ended or gain < LEAST
             self._not_tried[describe(candidate)] = STOPPED if hopeless else EXHAUSTED
 
-    def _strong(self, source: CandidateSource) -> list[Candidate]:
-        """Untried strong combinations, and variations of a leader that will hardly be replaced."""
-        left = [candidate for candidate in source.seeds() if not self._pool.known(candidate)]
-        leader = self._pool.leader().candidate
-        # Fill spare slots with neighbours of a leader that will hardly be replaced: screening them
-        # holds up the compilers.
-        settled = compiles(leader) or not any(map(compiles, [*self._scheduler.begun, *left]))
-        return [*left, *(self._variations(source) if leader and left and settled else [])]
+    def _proposed(self, source: CandidateSource) -> list[Candidate]:
+        """Retries, strong combinations, variations of the two fastest, and weak combinations.
+
+        While the first compilations run, a leader that is not compiled will soon be replaced, and
+        screening its variations would hold the compilers up. Spare cores then compile variations of
+        the first candidate that is being compiled.
+        """
+        strong = [*self._scheduler.retry, *source.seeds(), *self._unpadded()]
+        begun = self._scheduler.begun
+        untried = [candidate for candidate in strong if not self._pool.known(candidate)]
+        settled = compiles(self._pool.leader().candidate) or self._engine_leads()
+        if settled or not any(map(compiles, [*begun, *untried])):
+            return [*strong, *self._variations(source), *source.late()]
+        if self._scheduler.shares_cores:
+            return strong
+        first = self._compiled_under_way()[:1]
+        return [*strong, *(c for each in first for c in source.neighbours(each) if compiles(c))]
 
     def _may_gain_by_engines(self) -> bool:
         """Whether cuDNN engines apply and are worth choosing for a training step.
@@ -282,35 +285,26 @@ class Search:
         self._scheduler.begin(taken, self._slots, deadline_s)
         return taken
 
-    def _pursue(
-        self,
-        propose: Callable[[], list[Candidate]],
-        phase: str = "",
-        while_it_pays: bool = False,
-        owed: Sequence[Candidate] = (),
-    ) -> None:
-        """Sets candidates up and screens them as they become ready, until none is left.
+    def _pursue(self, source: CandidateSource, owed: Sequence[Candidate] = ()) -> None:
+        """Sets candidates up and screens them as they become ready, as long as that pays.
+
+        Ends when no candidate is left or those left cannot be expected to gain `ENOUGH`.
 
         Args:
-            propose: candidates in order of preference, given what was timed so far.
-            phase: shown when the first of them begins.
-            while_it_pays: whether to stop once they cannot be expected to gain `ENOUGH`.
+            source: proposes candidates.
             owed: candidates begun before, which are timed in any case.
         """
         while True:
-            hopeless = while_it_pays and self._is_hopeless(propose(), owed)
+            proposed = self._by_promise(self._proposed(source))
+            hopeless = self._is_hopeless(proposed, owed)
             if hopeless and not set(owed).intersection(self._scheduler.begun):
                 self._watcher.phase(self._ended)
                 self._scheduler.give_up(STOPPED)
                 self._round([])
                 return
-            proposed = self._by_promise(propose()) if while_it_pays else propose()
             taken = [] if hopeless else self._affordable(proposed)
             if not (taken or self._scheduler.begun):
                 return
-            if phase:
-                self._watcher.phase(phase)
-                phase = ""
             self._round(taken)
 
     def _by_promise(self, candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -378,30 +372,18 @@ class Search:
             return others
         return (*others, chosen)
 
-    def _refined(self, source: CandidateSource) -> list[Candidate]:
-        """The leader with the fastest configuration of its fused stem; empty if none is chosen.
-
-        Variations of the leader are set up while stem configurations are timed.
-        """
-        leader = self._pool.leader().candidate
-        needed_s = STEM_S + self._budget.expected_setup_s(leader, self._pool.trials)
-        stem = stem_of(leader)
-        if self._choose_stem is None or stem is None or self._budget.left_to_explore() < needed_s:
-            return []
-        self._watcher.phase("tuning the fused stem")
-        self._begin(self._by_promise(self._neighbours(source)))
-        prefix = [*engine_prefix(self._available, self._options.precision), stem]
-        try:
-            config = self._choose_stem(transforms.order(prefix), STEM_S)
-        except WorkerFault as fault:
-            self._watcher.phase(f"keeping the default stem configuration: {fault.reason}")
-            return []
-        return [with_stem_config(leader, config)] if config else []
-
     def _unpadded(self) -> list[Candidate]:
-        """The leader without padding, if the compiler padded matrix products of any candidate."""
-        leader = self._pool.leader().candidate
-        return [unpadded(leader)] if compiles(leader) and self._pads() else []
+        """The fastest compiled candidate without padding, if the compiler padded a matrix product.
+
+        Until one was timed, takes the first that is being compiled.
+        """
+        timed = [trial.candidate for trial in self._pool.ranked() if compiles(trial.candidate)]
+        fastest = [*timed, *self._compiled_under_way()][:1]
+        return list(map(unpadded, fastest)) if self._pads() else []
+
+    def _compiled_under_way(self) -> list[Candidate]:
+        under_way = (trial.candidate for trial in self._scheduler.unfinished)
+        return [candidate for candidate in under_way if compiles(candidate)]
 
     def _decide(self) -> None:
         """Confirms the winner on fresh pairs; if its worker dies, races the remaining finalists."""
@@ -608,13 +590,9 @@ class Search:
             self._go_beyond("confirming the plan", "whether it is faster is not decided yet")
         return False
 
-    def _neighbours(self, source: CandidateSource) -> list[Candidate]:
-        """Candidates to retry, and variations of the two fastest candidates."""
-        return [*self._scheduler.retry, *self._variations(source)]
-
     def _variations(self, source: CandidateSource) -> list[Candidate]:
-        leaders = self._pool.ranked()[:2]
-        return [c for leader in leaders for c in source.neighbours(leader.candidate)]
+        near = self._pool.near_leader()[:2]
+        return [c for trial in near for c in source.neighbours(trial.candidate)]
 
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left.
@@ -626,7 +604,7 @@ class Search:
         if left_s < 0.0:  # overtime is for what is under way
             return []
         begun, taken = self._scheduler.begun, []
-        room = compiling(self._slots, len(self._scheduler.devices)) - sum(map(compiles, begun))
+        room = self._compiling - sum(map(compiles, begun))
         # Until a compiled candidate or an engine was timed, one is worth a risk. More compilations
         # slow the first down, so they must fit even if the guess at their set-up is too short.
         engines = any(transforms.engines(trial.candidate) for trial in self._pool.ranked())

@@ -26,7 +26,6 @@ from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.record import CompilerChoices, Evidence, Speedup
 from steadytorch.plan.store import Found, Store
 from steadytorch.process.folder import shared_folder
-from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.ranks.agreement import Refusal
@@ -44,7 +43,7 @@ from steadytorch.tune.bundle import keep_bundle
 from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks, uuid_of
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
-from steadytorch.tune.search import ENGINES, EXHAUSTED, Search, compiling
+from steadytorch.tune.search import ENGINES, EXHAUSTED, Search
 from steadytorch.tune.select import CONTENDED, SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
@@ -277,7 +276,6 @@ class Session:
                 watcher=watcher,
                 slots=self._slots(),
                 choose_engines=engines,
-                choose_stem=partial(self._stem, directory, launch.server, scheduler.pump_until),
                 pads=lambda: compiler_choices.within(directory).pads,
                 began=began,
             ).run()
@@ -313,25 +311,6 @@ class Session:
             wait=wait,
         )
         return report.choices
-
-    def _stem(
-        self,
-        directory: Path,
-        server: ForkServer | None,
-        wait: Callable[[Worker, float], Any],
-        prefix: Candidate,
-        seconds: float,
-    ) -> str:
-        from steadytorch.tune.stem import choose_config
-
-        return choose_config(
-            directory,
-            prefix=prefix,
-            device=self._device,
-            deadline_s=seconds,
-            wait=wait,
-            server=server,
-        )
 
     def keep(self, result: TuneResult, anew: bool = False) -> Plan:
         """Makes a plan from a complete search and stores it, in memory if the disk is not writable.
@@ -446,11 +425,9 @@ class Session:
     def _compile_threads(self) -> dict[str, str]:
         """Environment variable to limit Inductor's compile processes: workers share the cores."""
         name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
-        return {
-            name: os.environ.get(
-                name, str(max(1, cores // compiling(self._slots(), self._device_count())))
-            )
-        }
+        # More than the share of each compilation, which mostly runs Python on one core.
+        most = max(1, cores // max(1, self._slots() // 2))
+        return {name: os.environ.get(name, str(most))}
 
     def _memory_limit(self) -> int:
         """Host memory limit per worker in bytes: 80 % of the memory available now."""
