@@ -37,7 +37,7 @@ _RARE = 3.0
 """After n timed candidates, the deviation towards faster times is scaled by
 `_RARE` / (`_RARE` + n): each candidate that was not faster is a hint that the leader is near what
 the device can do. In simulated searches, with times and set-ups from 37 recorded searches on two
-GPUs, the median search took 76 s and its plan 0.3 % longer than the best candidate, 2.3 % at most.
+GPUs, the median search took 77 s and its plan 0.3 % longer than the best candidate, 2.3 % at most.
 With 5.0 it took 90 s, 0.2 % and 2.3 %."""
 _FREEDOM = 3.0
 """Degrees of freedom of the scale of all deviations, which each search learns from its times."""
