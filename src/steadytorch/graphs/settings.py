@@ -69,6 +69,7 @@ class Settings:
         values += self.read.values()
         for each in self.read.lists:
             values += [len(each), *each[:MOST_ITEMS]]
+        values += [dict(each) for each in self.read.mappings]
         return list(map(_comparable, values))
 
 

@@ -163,6 +163,8 @@ def _applied_without_trace(
         state = State(modules, keep=True)
     else:  # only the caller's model is traced or converted
         state = State(modules[:1], keep=True, most=MOST_OWN_BYTES)
+    if state.changed():  # at once: it cannot be compared
+        raise UnsupportedError(KEEPS_STATE)
     is_applied, draws = False, Draws(workload.device)
     try:
         with part.applied(workload) as changed:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.transforms.inference_mode import Leaving
-from steadytorch.workload.contents import SEQUENCES, Contents, contents, kept_attributes, same
+from steadytorch.workload.contents import (
+    SEQUENCES,
+    Contents,
+    contents,
+    kept_attributes,
+    memory_of,
+    same,
+)
 from steadytorch.workload.generators import OBJECTS, HostStates, set_state, state_of
 from steadytorch.workload.reads import reads_of
 
@@ -30,8 +37,9 @@ class State:
     If `forward` changes attributes or buffers, outputs depend on earlier calls, and a converted
     copy of the model would diverge. Assigned attributes and written tensors are detected, in
     buffers and one level deep in lists, tuples, deques, sets and dictionaries; also in what the
-    code of `forward` reads of objects, globals and closures (see `Reads`). So are numbers drawn
-    from generators found there.
+    code of `forward` reads of objects, classes, globals and closures (see `Reads`). So are writes
+    to arrays and numbers drawn from generators found there. Iterators and queues cannot be
+    compared: a model that holds or reads one always counts as changed.
 
     Args:
         modules: the module trees to inspect.
@@ -52,10 +60,14 @@ class State:
         self._read = [contents(value) for value in self._reads.held()]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
-        self.restorable = keep and sum(tensor.nbytes for tensor in kept) <= most
-        self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
         held = chain(*(found.values() for found in self._seen), self._read) if keep else ()
-        generators = [item for each in held for item in each[2] if isinstance(item, OBJECTS)]
+        items = [item for each in held for item in each[2]]
+        arrays = [memory for memory in map(memory_of, items) if memory is not None]
+        size = sum(each.nbytes for each in (*kept, *arrays))
+        self.restorable = keep and size <= most
+        self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
+        self._arrays = [(each, bytes(each)) for each in arrays] if self.restorable else []
+        generators = [item for item in items if isinstance(item, OBJECTS)]
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def changed(self) -> bool:
@@ -74,7 +86,7 @@ class State:
                     held[name] = leaving.changed(held[name])
 
     def restore(self) -> None:
-        """Restores attributes, and also tensor contents if `restorable`; not class attributes."""
+        """Restores attributes, and also the contents of tensors and arrays if `restorable`."""
         self._reads.assign([value for value, *_ in self._read])
         for found in self._read:
             if not same(found, contents(found[0])):
@@ -87,9 +99,15 @@ class State:
                 for found in seen.values():
                     if not same(found, contents(found[0])):
                         _refill(found)
+        self._restore_contents()
+
+    def _restore_contents(self) -> None:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
+        for array, copy in self._arrays:
+            if array != copy:  # arrays may be read-only
+                array[:] = copy
         for generator, state in self._generators:
             set_state(generator, state)
 

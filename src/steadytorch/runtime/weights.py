@@ -213,7 +213,7 @@ class _Watched:
             modules = walk.modules
             self.reads = reads_of(modules)
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
-            self.attributes = walk.dictionaries
+            self.attributes = [*walk.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
         self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
         # Scripted modules make new registries at each access, which are not dictionaries.

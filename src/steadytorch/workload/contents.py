@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
+from queue import Queue, SimpleQueue
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor, nn
 
@@ -12,19 +15,39 @@ from steadytorch.workload.generators import OBJECTS, digest
 
 SEQUENCES = (list, tuple, deque)
 _PLAIN = (bool, int, float, complex, str, bytes)
+_CONSUMED = (Iterator, Queue, SimpleQueue)
+"""Classes of values that reading changes: also generators and open files."""
+_turns = count()
 
 Contents = tuple[Any, list[Any] | None, list[Any], list[int | None]]
 """A value, its keys if it is a dictionary, its items or itself, and their versions."""
 
 
 def version(value: Any) -> int | None:
-    """The number of in-place writes to a tensor, or a digest of a random number generator's state.
+    """Tells whether a value was changed in place: another number each time that it was.
 
-    None for inference tensors and other values.
+    It is the number of in-place writes to a tensor, a digest of a random number generator's state,
+    or a checksum of an array's memory, as of NumPy's. Iterators and queues, which cannot be
+    compared, have another number each time. None for inference tensors and other values.
     """
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
     if isinstance(value, OBJECTS):
         return digest(value)
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    if isinstance(value, _CONSUMED):
+        return next(_turns)
+    memory = memory_of(value)
+    return None if memory is None else crc32(memory)
+
+
+def memory_of(value: Any) -> memoryview | None:
+    """The bytes of an array, as of NumPy's, `array.array` or `bytearray`; None for other values."""
+    if value is None or isinstance(value, (*_PLAIN, *SEQUENCES, dict, Tensor, nn.Module)):
+        return None
+    try:
+        return memoryview(value).cast("B")
+    except (TypeError, ValueError, BufferError):  # also of arrays that are not contiguous
+        return None
 
 
 def contents(value: Any, version: Callable[[Any], int | None] = version) -> Contents:

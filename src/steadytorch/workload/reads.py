@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from inspect import getattr_static
@@ -38,6 +39,8 @@ class _Any(frozenset[str]):
 
 
 _ANY = _Any({"*"})
+_ABSENT = object()
+"""Value at a place that is empty."""
 
 
 def modules_read(loss: Any) -> list[nn.Module]:
@@ -62,6 +65,7 @@ class Reads:
         places: mappings with the names of watched entries.
         cells: cells of closures.
         lists: lists whose items are watched.
+        mappings: dictionaries that are watched as a whole: the environment of the process.
         modules: modules, each the root of a tree.
     """
 
@@ -69,32 +73,41 @@ class Reads:
         self.places = list[tuple[Mapping[str, Any], str]]()
         self.cells = list[CellType]()
         self.lists = list[list[Any]]()
+        self.mappings = list[dict[Any, Any]]()
         self.modules = list[nn.Module]()
         self._seen = set[tuple[int, frozenset[str]]]()
         self._known = set[tuple[int, str]]()
         self._of_class = dict[type, tuple[FunctionType, ...]]()
         self._methods = set[tuple[int, int]]()
+        self._spaces = dict[type, Mapping[str, Any]]()
+        self._owners = dict[int, type]()
         self._alive = list[Any]()  # so that no id is used twice
 
     def __bool__(self) -> bool:
-        return bool(self.places or self.cells)
+        return bool(self.places or self.cells or self.mappings)
 
     def values(self) -> list[Any]:
         """The current values at the places and in the cells."""
         return [
-            *(holder.get(name) for holder, name in self.places),
+            *(holder.get(name, _ABSENT) for holder, name in self.places),
             *_contents(self.cells),
         ]
 
     def held(self) -> list[Any]:
-        """`values`, and the watched lists themselves."""
-        return [*self.values(), *self.lists]
+        """`values`, and the watched lists and dictionaries themselves."""
+        return [*self.values(), *self.lists, *self.mappings]
 
     def assign(self, values: Iterable[Any]) -> None:
-        """Puts values in the order of `values` back where they were read; not into classes."""
+        """Puts values in the order of `values` back where they were read."""
         following = iter(values)
         for (holder, name), value in zip(self.places, following, strict=False):
-            if holder.get(name) is not value and isinstance(holder, (dict, Slots)):
+            if holder.get(name, _ABSENT) is value:
+                continue
+            if (kind := self._owners.get(id(holder))) is not None:
+                setattr(kind, name, value)
+            elif value is _ABSENT and isinstance(holder, dict):
+                holder.pop(name)
+            elif isinstance(holder, (dict, Slots)):
                 holder[name] = value
         for cell, value in zip(self.cells, following, strict=False):
             if _content(cell) is not value:
@@ -108,6 +121,9 @@ class Reads:
             names: attributes that code reads of any object.
             depth: how many further functions, objects and containers are searched.
         """
+        if value is os.environ or value is os.getenv:
+            self.mappings += [] if self.mappings else [vars(os.environ)["_data"]]
+            return
         if depth < 0 or value is None or isinstance(value, (*PLAIN, Tensor)):
             return
         # Code may read other attributes of an object than earlier code did.
@@ -119,7 +135,7 @@ class Reads:
         if isinstance(value, nn.Module):
             self.modules.append(value)
         elif isinstance(value, FunctionType):
-            self._function(value, depth)
+            self._function(value, names, depth)
         elif isinstance(value, MethodType):
             self._method(value.__self__, value.__func__, depth)
         elif isinstance(value, partial):
@@ -143,9 +159,11 @@ class Reads:
             self.look(method, depth=1)
         held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
         computes = any("getattr" in _names(each)[0] for each in methods)
+        names = names.union(*(_names(each)[1] for each in _helpers(methods, names, held)))
         for name in (names & held.keys()) - OF_MODULES:
             if not isinstance(held[name], nn.Module):
                 self.look(held[name], _ANY if computes else names, depth=1)
+        self._classes(kind, names - OF_MODULES, depth=1)
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
@@ -157,8 +175,10 @@ class Reads:
         for each in value[:MOST_ITEMS]:
             self.look(each, names, depth - 1)
 
-    def _function(self, function: FunctionType, depth: int) -> None:
+    def _function(self, function: FunctionType, names: frozenset[str], depth: int) -> None:
         read, attributes = _names(function)
+        own = [name for name in vars(function) if name in attributes | names]
+        self._entries(vars(function), own, attributes, depth - 1)
         self.cells += function.__closure__ or ()
         held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
         for each in held:
@@ -178,11 +198,26 @@ class Reads:
             self.look(call, names, depth)
         kind = value if isinstance(value, type) else type(value)
         own = () if kind is value else (getattr(value, "__dict__", {}), Slots(value))
-        of_class = () if names is _ANY else map(vars, kind.__mro__)
-        for space in (*own, *of_class):
+        for space in own:
             self._entries(space, [name for name in space if name in names], names, depth - 1)
-        for name in () if names is _ANY else names:
+        if names is _ANY:
+            return
+        defaults = self._classes(kind, names, depth)
+        for space in own[:1]:  # an assignment to the object hides what its class has
+            self._entries(space, defaults - space.keys(), names, depth - 1)
+        for name in names:
             self._method(value, getattr_static(kind, name, None), depth - 1)
+
+    def _classes(self, kind: type, names: frozenset[str], depth: int) -> set[str]:
+        """Search what user-defined classes hold under these names, methods apart; returns those."""
+        found = set[str]()
+        for each in (known for known in kind.__mro__ if not _is_library(known)):
+            space = self._spaces.setdefault(each, vars(each))  # each `vars` is another object
+            self._owners[id(space)] = each
+            data = {name for name in names & space.keys() if not _is_code(space[name])}
+            self._entries(space, data, names, depth - 1)
+            found |= data
+        return found
 
     def _method(self, value: Any, found: Any, depth: int) -> None:
         """Search a method that the code calls, or a property that it reads."""
@@ -202,6 +237,8 @@ class Reads:
         names: frozenset[str],
         depth: int,
     ) -> None:
+        if isinstance(held, dict) and type(held).get is not dict.get:
+            return  # reading it may do anything
         for key in keys:
             value = held.get(key)
             is_value = value is None or isinstance(value, (*PLAIN, Tensor))
@@ -249,10 +286,28 @@ def _methods(kind: type) -> tuple[FunctionType, ...]:
     return tuple(found)
 
 
+def _helpers(
+    methods: Iterable[FunctionType], names: frozenset[str], held: Mapping[str, Any]
+) -> list[FunctionType]:
+    """Functions that methods may call with what is in attributes.
+
+    They are globals that the methods read, or attributes under `names`.
+    """
+    found = [held.get(name) for name in names]
+    for method in methods:
+        found += [method.__globals__.get(name) for name in _names(method)[0]]
+    return [each for each in found if isinstance(each, FunctionType) and not _is_library(each)]
+
+
 def forward_of(module: nn.Module) -> FunctionType | None:
     """The `forward` of a user-defined module's class; None for PyTorch's own modules."""
     found = getattr(type(module), "forward", None)
     return found if isinstance(found, FunctionType) and not _is_library(found) else None
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a class holds code under a name: a method, a property, a class."""
+    return isinstance(value, type) or hasattr(type(value), "__get__")
 
 
 def _is_library(value: Any) -> bool:

@@ -1,0 +1,168 @@
+"""Models that advance iterators, write to arrays or read the environment, served with a plan."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import io
+import itertools
+import os
+import queue
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.runtime.module import TunedModule
+from steadytorch.workload.contents import contents, memory_of, same, version
+
+from .conftest import always, answer
+from .test_module_counts import SERVED
+
+
+class Scaled(nn.Module):
+    """Scales its output by what it reads of an attribute, and may change it."""
+
+    rate = 1.0
+    calls = 0
+
+    def __init__(self, held, read):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.held, self.read = held, read
+
+    def forward(self, x):
+        return self.norm(self.convolution(x)) * self.read(self.held)
+
+
+class OfClass(Scaled):
+    def forward(self, x):
+        type(self).calls += 1
+        return self.norm(self.convolution(x)) * (type(self).calls + self.rate)
+
+
+class Plain:
+    count = 1.0
+
+
+def numbers():
+    yield from itertools.count(1.0)
+
+
+def filled():
+    found = queue.SimpleQueue()
+    for number in range(1, 100):
+        found.put(float(number))
+    return found
+
+
+def counted(held):
+    held[0] += 1
+    return float(held[0])
+
+
+def counted_in(held):
+    held[0].count += 1
+    return held[0].count
+
+
+def counted_by_function(held):
+    counted_by_function.calls += 1
+    return counted_by_function.calls
+
+
+def counted_by_value(held):
+    held.value += 1
+    return held.value
+
+
+CHANGED = {
+    "count": (lambda: itertools.count(1), next),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0]), next),
+    "generator": (numbers, next),
+    "iterator": (lambda: iter([float(n) for n in range(1, 100)]), next),
+    "queue": (filled, lambda held: held.get()),
+    "file": (lambda: io.StringIO("123456789" * 9), lambda held: float(held.read(1))),
+    "bytearray": (lambda: bytearray([1]), counted),
+    "array": (lambda: array.array("d", [1.0]), counted),
+    "NumPy": (lambda: np.ones(1), counted),
+    "NumPy in a list": (lambda: [np.ones(1)], lambda held: counted(held[0])),
+    "ctypes": (lambda: ctypes.c_double(1.0), counted_by_value),
+    "object in a list": (lambda: [Plain()], counted_in),
+    "function": (lambda: None, counted_by_function),
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    counted_by_function.calls = OfClass.calls = 0
+    if kind == "class":
+        return OfClass(None, None).eval(), torch.randn(2, 3, 8, 8)
+    hold, read = CHANGED[kind]
+    return Scaled(hold(), read).eval(), torch.randn(2, 3, 8, 8)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("kind", [*CHANGED, "class"])
+def test_what_a_call_changes_is_the_same_with_a_plan(kind, name):
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed here")
+    model, x = made(kind)
+    right = [answer(model, x) for _ in range(5)]
+    model, x = made(kind)
+    tuned = TunedModule(model, always(SERVED[name]))
+    for call, expected in enumerate(right):
+        loose = {"rtol": 0.05, "atol": 0.05} if call == 0 else {}
+        torch.testing.assert_close(answer(tuned, x), expected, **loose)
+    assert tuned.report().calls.get("tuned", 0) <= 1
+
+
+READ = {
+    "environ": lambda held: float(os.environ.get("FACTOR", "1")),
+    "getenv": lambda held: float(os.getenv("FACTOR", "1")),
+    "class": lambda held: Plain.count,
+}
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("kind", [*READ, "class of the model"])
+def test_what_a_call_reads_may_change_between_calls(kind, name, monkeypatch):
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed here")
+    torch.manual_seed(0)
+    read = READ.get(kind, lambda held: held.rate)
+    model = Scaled(None, read).eval()
+    if kind == "class of the model":
+        model.forward = lambda x: model.norm(model.convolution(x)) * Scaled.rate
+    x = torch.randn(2, 3, 8, 8)
+    tuned = TunedModule(model, always(SERVED[name]))
+    for factor in (1.0, 1.0, 3.0, 5.0):
+        monkeypatch.setenv("FACTOR", str(factor))
+        monkeypatch.setattr(Plain, "count", factor)
+        monkeypatch.setattr(Scaled, "rate", factor)
+        close = {"rtol": 0.05, "atol": 0.05 * factor}
+        torch.testing.assert_close(answer(tuned, x), answer(model, x), **close)
+
+
+@pytest.mark.parametrize("value", [np.ones(3), bytearray(b"ab"), array.array("i", [1, 2])])
+def test_a_write_to_an_array_is_another_version(value):
+    before = contents(value)
+    assert same(before, contents(value))
+    memory_of(value)[0] ^= 1
+    assert not same(before, contents(value))
+
+
+@pytest.mark.parametrize("value", [iter([1]), (n for n in [1]), io.StringIO("a"), queue.Queue()])
+def test_an_iterator_is_never_known_to_be_as_it_was(value):
+    assert version(value) != version(value)
+
+
+@pytest.mark.parametrize("value", [None, 1, "a", b"a", [1], {}, collections.deque(), object()])
+def test_other_values_have_no_version(value):
+    assert version(value) is None
