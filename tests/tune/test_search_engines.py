@@ -1,5 +1,7 @@
 """cuDNN engines are chosen once, before any candidate uses them."""
 
+import sys
+
 import pytest
 import torch
 from scripted import (
@@ -20,7 +22,7 @@ from scripted import (
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import setup_scheduler
-from steadytorch.tune.search import compiling
+from steadytorch.tune.search import Search, compiling
 from steadytorch.tune.select import SearchOptions
 from steadytorch.workload.workload import Workload
 
@@ -92,6 +94,7 @@ def test_what_compiles_without_engines_is_set_up_meanwhile_and_once(monkeypatch,
             before.extend(stage.tried())
 
     monkeypatch.setattr(setup_scheduler, "wait_any", lambda workers, seconds: None)
+    monkeypatch.setattr(sys.modules[Search.__module__], "ENOUGH", 0.0)  # all are tried
     before = []
     stage = Stage({(LAYOUT, FROZEN): Act(5 * MS, setup_s=30.0), (EAGER,): Act(9 * MS)})
     available = [EAGER, LAYOUT, UNCHOSEN, FROZEN, PLAIN]

@@ -33,12 +33,13 @@ lay within two deviations of their prediction. Effects alone were off by more th
 26 searches: engines, layouts and compilers depend on each other."""
 _NOISE = 0.01
 """The same for the noise of a screening, and for effects on a candidate that the model lacks."""
-_RARE = 3.0
+_RARE = 2.0
 """After n timed candidates, the deviation towards faster times is scaled by
 `_RARE` / (`_RARE` + n): each candidate that was not faster is a hint that the leader is near what
 the device can do. In simulated searches, with times and set-ups from 37 recorded searches on two
-GPUs, the median search took 77 s and its plan 0.3 % longer than the best candidate, 2.3 % at most.
-With 5.0 it took 90 s, 0.2 % and 2.3 %."""
+GPUs, the median search took 62 s and its plan 0.5 % longer than the best candidate, 2.3 % at most.
+With 3.0 it took 77 s and 0.3 %, with 1.5 it took 61 s and 0.9 %, 12 % at most. From 12 searches on
+two CPUs it took 95 s, and 111 s with 3.0, with the same plans."""
 _FREEDOM = 3.0
 """Degrees of freedom of the scale of all deviations, which each search learns from its times."""
 _DRAWS = 512

@@ -338,7 +338,8 @@ class Search:
         each_s.update({c: 0.0 for c in unfinished if c not in owed})
         fitting = [c for c, seconds in each_s.items() if seconds < within_s]
         mean_s = max(np.mean([each_s[c] for c in fitting] or [1]), 1.0)
-        fitting = fitting[: int(self._slots * within_s / mean_s)]
+        at_once = 1 if self._scheduler.shares_cores else self._slots
+        fitting = fitting[: int(at_once * within_s / mean_s)]
         gain = self._prospects.expected_gain(fitting)
         settled = self._has_timed_compiled() or self._engine_leads()
         awaited = not settled and any(map(compiles, fitting))
