@@ -104,7 +104,7 @@ def made(kind):
     return Scaled(hold(), read).eval(), torch.randn(2, 3, 8, 8)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=9)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("kind", [*CHANGED, "class"])
@@ -128,7 +128,7 @@ READ = {
 }
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("kind", [*READ, "class of the model"])
