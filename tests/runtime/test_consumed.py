@@ -9,6 +9,7 @@ import io
 import itertools
 import os
 import queue
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from steadytorch.runtime.module import TunedModule
 from steadytorch.workload.contents import contents, memory_of, same, version
 
-from .conftest import always, answer
+from .conftest import always, answer, calls_as_untouched
 from .test_module_counts import SERVED
 
 
@@ -47,6 +48,9 @@ class Plain:
     count = 1.0
 
 
+ARRAY, HELD = np.ones(1), Plain()
+
+
 def numbers():
     yield from itertools.count(1.0)
 
@@ -66,6 +70,24 @@ def counted(held):
 def counted_in(held):
     held[0].count += 1
     return held[0].count
+
+
+def counted_global(held):
+    ARRAY[0] += 1
+    return float(ARRAY[0])
+
+
+def counted_in_global(held):
+    HELD.array[0] += 1
+    return float(HELD.array[0])
+
+
+def next_global(held):
+    return next(NUMBERS)
+
+
+def drawn_global(held):
+    return GENERATOR.random()
 
 
 def counted_by_function(held):
@@ -92,12 +114,19 @@ CHANGED = {
     "ctypes": (lambda: ctypes.c_double(1.0), counted_by_value),
     "object in a list": (lambda: [Plain()], counted_in),
     "function": (lambda: None, counted_by_function),
+    "global array": (lambda: None, counted_global),
+    "array in a global": (lambda: None, counted_in_global),
+    "global iterator": (lambda: None, next_global),
+    "global generator": (lambda: None, drawn_global),
 }
 
 
 def made(kind):
     torch.manual_seed(0)
-    counted_by_function.calls = OfClass.calls = 0
+    global NUMBERS, GENERATOR
+    NUMBERS, GENERATOR = itertools.count(1.0), np.random.default_rng(1)
+    HELD.array = np.ones(1)
+    ARRAY[0] = counted_by_function.calls = OfClass.calls = 0
     if kind == "class":
         return OfClass(None, None).eval(), torch.randn(2, 3, 8, 8)
     hold, read = CHANGED[kind]
@@ -111,14 +140,8 @@ def made(kind):
 def test_what_a_call_changes_is_the_same_with_a_plan(kind, name):
     if name == "onnxruntime":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed here")
-    model, x = made(kind)
-    right = [answer(model, x) for _ in range(5)]
-    model, x = made(kind)
-    tuned = TunedModule(model, always(SERVED[name]))
-    for call, expected in enumerate(right):
-        loose = {"rtol": 0.05, "atol": 0.05} if call == 0 else {}
-        torch.testing.assert_close(answer(tuned, x), expected, **loose)
-    assert tuned.report().calls.get("tuned", 0) <= 1
+    calls = calls_as_untouched(partial(made, kind), SERVED[name])
+    assert calls.get("tuned", 0) <= 1
 
 
 READ = {
@@ -148,6 +171,40 @@ def test_what_a_call_reads_may_change_between_calls(kind, name, monkeypatch):
         monkeypatch.setattr(Scaled, "rate", factor)
         close = {"rtol": 0.05, "atol": 0.05 * factor}
         torch.testing.assert_close(answer(tuned, x), answer(model, x), **close)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("nest", [lambda array: array, lambda array: [{"a": array}]])
+def test_an_array_may_be_written_between_calls(nest, name):
+    if name == "onnxruntime":
+        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed here")
+    torch.manual_seed(0)
+    array = np.ones(2)
+    model = Scaled(nest(array), lambda held: float(array_in(held)[0])).eval()
+    x = torch.randn(2, 3, 8, 8)
+    tuned = TunedModule(model, always(SERVED[name]))
+    for factor in (1.0, 1.0, 3.0, 5.0):
+        array[0] = factor
+        close = {"rtol": 0.05, "atol": 0.05 * factor}
+        torch.testing.assert_close(answer(tuned, x), answer(model, x), **close)
+
+
+def array_in(held):
+    return held[0]["a"] if isinstance(held, list) else held
+
+
+def test_a_bytearray_may_grow_while_it_is_watched():
+    def grow(held):
+        held.append(1)
+        return float(len(held))
+
+    def grown():
+        torch.manual_seed(0)
+        return Scaled(bytearray(b"a"), grow).eval(), torch.randn(2, 3, 8, 8)
+
+    assert calls_as_untouched(grown, SERVED["inference_mode"]).get("tuned", 0) <= 1
 
 
 @pytest.mark.parametrize("value", [np.ones(3), bytearray(b"ab"), array.array("i", [1, 2])])

@@ -62,11 +62,12 @@ class State:
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
         held = chain(*(found.values() for found in self._seen), self._read) if keep else ()
         items = [item for each in held for item in each[2]]
-        arrays = [memory for memory in map(memory_of, items) if memory is not None]
-        size = sum(each.nbytes for each in (*kept, *arrays))
+        arrays = [(each, memory) for each in items if (memory := memory_of(each)) is not None]
+        size = sum(each.nbytes for each in (*kept, *(memory for _, memory in arrays)))
         self.restorable = keep and size <= most
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
-        self._arrays = [(each, bytes(each)) for each in arrays] if self.restorable else []
+        # Memory is not kept itself, as a `bytearray` could not grow then.
+        self._arrays = [(each, bytes(memory)) for each, memory in arrays if self.restorable]
         generators = [item for item in items if isinstance(item, OBJECTS)]
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
@@ -106,8 +107,9 @@ class State:
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
         for array, copy in self._arrays:
-            if array != copy:  # arrays may be read-only
-                array[:] = copy
+            memory = memory_of(array)
+            if memory is not None and memory != copy and memory.nbytes == len(copy):
+                memory[:] = copy  # equal ones may be read-only
         for generator, state in self._generators:
             set_state(generator, state)
 

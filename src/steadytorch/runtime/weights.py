@@ -12,6 +12,7 @@ from operator import attrgetter, eq, is_
 from random import Random
 from typing import Any
 from weakref import WeakSet, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
-from steadytorch.workload.contents import kept_attributes
+from steadytorch.workload.contents import kept_attributes, memory_of
 from steadytorch.workload.reads import Reads, reads_of
 
 SAMPLES = 256
@@ -31,6 +32,8 @@ SAMPLES_HERE = 64
 ROUNDS = 8
 """Number of position sets; checks rotate through them, so that partial writes are found later."""
 
+ARRAY_BYTES = 1 << 16
+"""Leading bytes of an array that are compared at each check, in about 20 us."""
 LATE = "found late: the last results may come from the old weights"
 
 _END = object()
@@ -52,8 +55,8 @@ class Weights:
       check compares some elements of each CPU tensor; for GPUs see `DeviceSamples`.
     - Steps of optimizers over these tensors, reported by PyTorch's global hook.
 
-    Plain attributes of modules of user-defined classes are compared too: values, tensors and
-    containers, including tensors in nested containers.
+    Plain attributes of modules of user-defined classes are compared too: values, tensors, arrays
+    and containers, including tensors and arrays in nested containers.
 
     Limit: a write to a few elements of a large tensor may go undetected if it does not raise the
     version counter.
@@ -199,6 +202,7 @@ class _Watched:
         modes: attribute dictionaries of the modules that have a training mode.
         attributes: attribute dictionaries of the user's own modules, and dictionaries in them.
         sequences: other containers in attributes.
+        arrays: arrays, as of NumPy, in attributes and in what is read elsewhere.
         reads: what the modules' code reads elsewhere: of objects, globals and closures.
     """
 
@@ -206,6 +210,7 @@ class _Watched:
         modules = list(model.modules())
         self.attributes: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []
+        self.arrays: list[Any] = []
         self.reads = Reads()
         found: list[Tensor] = [*model.parameters(), *model.buffers()]
         if plain:
@@ -215,6 +220,8 @@ class _Watched:
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
             self.attributes = [*walk.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
+            others = (*walk.others, *self.reads.values())
+            self.arrays = [value for value in others if memory_of(value) is not None]
         self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
         # Scripted modules make new registries at each access, which are not dictionaries.
         self.registries = [
@@ -243,6 +250,7 @@ class _Walk:
         tensors: tensors in plain attributes and in containers.
         dictionaries: attribute dictionaries of the user's own modules, and dictionaries in them.
         sequences: lists, sets and deques in the user's own modules.
+        others: values in the user's own modules that are none of these.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -250,6 +258,7 @@ class _Walk:
         self.tensors: list[Tensor] = []
         self.dictionaries: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []
+        self.others: list[Any] = []
         self._seen: set[int] = set()
         for module in modules:
             self._module(module)
@@ -286,6 +295,8 @@ class _Walk:
                 self.sequences.append(value)
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._value(item, is_own)
+        elif is_own:
+            self.others.append(value)
 
 
 def _address(tensor: Tensor) -> int:
@@ -350,19 +361,26 @@ def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Ca
 
 def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[], bool]:
     """Extends a comparison with checks of containers and of values that code reads elsewhere."""
-    sequences, values = held.sequences, held.reads.values
-    if not sequences and not held.reads:
+    sequences, values, arrays = held.sequences, held.reads.values, held.arrays
+    if not sequences and not held.reads and not arrays:
         return differs
     items, known = [list(found) for found in sequences], values()
+    sums = [*map(_checksum, arrays)]
 
     def changed() -> bool:
         return (
             differs()
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
+            or [*map(_checksum, arrays)] != sums
         )
 
     return changed
+
+
+def _checksum(array: Any) -> int | None:
+    memory = memory_of(array)  # not kept, as a `bytearray` could not grow then
+    return None if memory is None else crc32(memory[:ARRAY_BYTES])
 
 
 def _holds(container: Any, items: list[Any]) -> bool:

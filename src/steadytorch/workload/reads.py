@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from steadytorch.workload.contents import version
 from steadytorch.workload.slots import slots_of
 
 PLAIN = (bool, int, float, str, np.generic)
@@ -242,7 +243,7 @@ class Reads:
         for key in keys:
             value = held.get(key)
             is_value = value is None or isinstance(value, (*PLAIN, Tensor))
-            if not is_value and _is_library(value):
+            if not is_value and _is_library(value) and version(value) is None:
                 continue
             if (mark := (id(held), key)) not in self._known:
                 self._known.add(mark)
