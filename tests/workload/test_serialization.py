@@ -202,3 +202,46 @@ def test_modules_of_a_model_are_those_that_its_layers_are_imported_from(tmp_path
         "print(modules_of(Workload(torch.neg, torch.ones(1))))",
     )
     assert printed == "layers torch.nn.modules.activation torch.nn.modules.container\n[]\n"
+
+
+def test_parametrized_layers_are_the_same_elsewhere(tmp_path: Path):
+    expected = python(tmp_path, SAVE_PARAMETRIZED)
+    assert python(tmp_path, OPEN_PARAMETRIZED) == expected
+
+
+SAVE_PARAMETRIZED = """
+import copy, pathlib, torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from steadytorch.workload.serialization import save
+from steadytorch.workload.workload import Workload
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x.square()
+
+class Shifted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+torch.manual_seed(0)
+normed, shifted = parametrizations.weight_norm(nn.Linear(4, 4)), Shifted(4, 4)
+for name in ("weight", "bias", "weight"):
+    parametrize.register_parametrization(shifted, name, Squared())
+others = [copy.deepcopy(normed), parametrizations.spectral_norm(nn.Linear(4, 4)), shifted]
+model, x = nn.Sequential(normed, *others, normed).eval(), torch.randn(2, 4)
+save(Workload(model, x), pathlib.Path("workload.pt"))
+model(x).sum().backward()
+print(model(x).tolist(), *(float(each.grad.norm()) for each in model.parameters()))
+"""
+OPEN_PARAMETRIZED = """
+import pathlib
+from torch.nn.utils import parametrize
+from steadytorch.workload.serialization import load
+
+workload = load(pathlib.Path("workload.pt"))
+model, (x,) = workload.model, workload.inputs
+assert model[0] is model[-1] and all(map(parametrize.is_parametrized, model))
+model(x).sum().backward()
+print(model(x).tolist(), *(float(each.grad.norm()) for each in model.parameters()))
+"""

@@ -43,6 +43,38 @@ TINY_T5 = {
     "num_layers": 1,
     "num_heads": 2,
 }
+_TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+TINY_WAV2VEC2 = {
+    "model_type": "wav2vec2",
+    **_TINY,
+    "conv_dim": [8, 8],
+    "conv_kernel": [10, 8],
+    "conv_stride": [5, 8],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
+TINY_AST = {
+    "model_type": "audio-spectrogram-transformer",
+    **_TINY,
+    "max_length": 48,
+    "num_mel_bins": 32,
+}
+TINY_WHISPER = {
+    "model_type": "whisper",
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+    "num_mel_bins": 16,
+    "max_source_positions": 32,
+    "max_target_positions": 32,
+    "vocab_size": 11,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
 
 
 def seeded() -> torch.Generator:
@@ -133,6 +165,26 @@ class TestTransformers:
         spec = f"transformers:{self.directory(tmp_path, TINY_T5)}"
         workload = load_workload(spec, inputs=["3x7"])
         assert workload.kwargs["decoder_input_ids"].shape == workload.inputs[0].shape == (3, 7)
+        output_of(workload)
+
+    @pytest.mark.parametrize(
+        ("config", "shape"),
+        [(TINY_WAV2VEC2, (2, 16_000)), (TINY_AST, (2, 48, 32))],
+        ids=["samples", "spectrogram"],
+    )
+    def test_sound_is_as_the_configuration_says(
+        self, tmp_path: Path, config: dict[str, Any], shape: tuple[int, ...]
+    ):
+        workload = load("transformers", self.directory(tmp_path, config), 2, seeded())
+        assert workload.inputs[0].shape == shape
+        output_of(workload)
+
+    @pytest.mark.parametrize(("inputs", "batch"), [([], 1), (["3x16x64"], 3)])
+    def test_speech_is_decoded_to_text(self, tmp_path: Path, inputs: list[str], batch: int):
+        spec = f"transformers:{self.directory(tmp_path, TINY_WHISPER)}"
+        workload = load_workload(spec, inputs=inputs)
+        assert workload.inputs[0].shape == (batch, 16, 64)
+        assert workload.kwargs["decoder_input_ids"].shape == (batch, 32)
         output_of(workload)
 
     @pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "bert-base-uncased"])

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ def load_workload(
         inputs: replacements for all positional inputs, as `64x3x224x224` or
             `64x3x224x224:float32`. The default dtype is that of the replaced input. Floats are
             standard normal; integers are below the size of the model's first embedding. The decoder
-            input of a named encoder-decoder gets the shape of the first input.
+            input of a named encoder-decoder gets the shape of a text before it, else its batch.
         device: device of the model and the inputs, such as `cpu` or `cuda:1`.
         train: whether to build a training step: cross-entropy against fixed random targets, SGD
             with momentum. A factory provides its own step with `Workload.training`.
@@ -79,10 +80,8 @@ def load_workload(
             return with_values(_with_inputs(workload, layouts, generator)).to(target)
         named = _named(spec, batch, generator)
         workload = _with_inputs(named, layouts, generator)
-        if layouts and named.kwargs:  # the decoder's text gets the shape of the encoder's
-            bound = _vocabulary(named.module)
-            texts = {key: layouts[0].draw(torch.int64, bound, generator) for key in named.kwargs}
-            workload = replace(workload, kwargs=texts)
+        if layouts and named.kwargs:
+            workload = replace(workload, kwargs=_decoded(named, layouts[0], generator))
         if train:
             if spec.startswith("transformers:"):
                 raise UsageError(
@@ -215,6 +214,20 @@ def _with_inputs(
         limit = 2 if dtype == torch.bool else bound
         replaced.append(layout.draw(dtype, limit, generator))
     return replace(workload, inputs=tuple(replaced))
+
+
+def _decoded(
+    named: Workload, encoded: _Layout, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Texts for a decoder whose encoder gets another input: of that shape if it is a text too."""
+    batch, *rest = encoded.shape
+    model: Any = named.module  # of transformers, as no other source has a decoder
+    is_text = not named.inputs[0].is_floating_point()
+    texts: dict[str, torch.Tensor] = {}
+    for key, old in named.kwargs.items():
+        layout = _Layout(encoded.text, (batch, *(rest if is_text else old.shape[1:])), None)
+        texts[key] = layout.draw(torch.int64, model.config.vocab_size, generator)
+    return texts
 
 
 def _vocabulary(module: nn.Module | None) -> int:

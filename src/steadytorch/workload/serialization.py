@@ -9,7 +9,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from pathlib import Path
 from threading import Lock
@@ -18,8 +18,10 @@ from typing import Any
 import cloudpickle
 import torch
 from cloudpickle import cloudpickle as rebuild
+from torch import nn
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.utils import parametrize
 
 from steadytorch.errors import UsageError
 from steadytorch.workload import operators
@@ -152,6 +154,25 @@ def _make_module(name: str, contents: dict[str, Any]) -> types.ModuleType:
     return home
 
 
+def _make_parametrized(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A module of type `kind` whose tensors `names` are parametrized, before its state is set."""
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _reduced(module: nn.Module) -> tuple[Any, ...]:
+    """How to pickle a module with parametrizations, such as `weight_norm`, which PyTorch refuses.
+
+    Its class was made at run time, so it is made again.
+    """
+    kind: Any = parametrize.type_before_parametrizations(module)
+    names = list(module.parametrizations)  # pyright: ignore[reportArgumentType]
+    return _make_parametrized, (kind, names), kind.__getstate__(module)
+
+
 class _Libraries:
     """When unpickled, loads the operator libraries that the pickling process had loaded."""
 
@@ -168,6 +189,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CustomOpDef | OpOverload | OpOverloadPacket):
             return operators.reduced(obj, _is_importable)
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            return _reduced(obj)
         if isinstance(obj, types.ModuleType):
             name = getattr(obj, "__name__", None)
             if isinstance(name, str) and sys.modules.get(name) is obj:

@@ -23,6 +23,7 @@ from steadytorch.workload.workload import Workload
 
 _TOKENS = 128
 _IMAGE_SIZE = 224
+_SAMPLING_RATE = 16_000
 _FACTORY = "write a factory that returns (model, inputs), and pass file.py:factory"
 
 
@@ -75,8 +76,8 @@ def _building(spec: str) -> Iterator[None]:
         raise UsageError(f"{spec} cannot be built: {one_line(error)}; {_FACTORY}") from error
 
 
-def _images(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:
-    """Random images: standard normal values in the dtype of the model's weights."""
+def _normal(shape: tuple[int, ...], generator: torch.Generator, model: nn.Module) -> torch.Tensor:
+    """Random inputs: standard normal values in the dtype of the model's weights."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return torch.randn(shape, generator=generator).to(next(dtypes, torch.float32))
 
@@ -105,7 +106,7 @@ def _torchvision(name: str, batch: int, generator: torch.Generator) -> Workload:
         options["init_weights"] = False  # the default takes a minute and warns
     with _building(spec):
         model = models.get_model(name, **options).eval()
-    return Workload(model, _images((batch, *shape), generator, model), name=spec)
+    return Workload(model, _normal((batch, *shape), generator, model), name=spec)
 
 
 def _timm(name: str, batch: int, generator: torch.Generator) -> Workload:
@@ -121,7 +122,7 @@ def _timm(name: str, batch: int, generator: torch.Generator) -> Workload:
     with _building(spec):
         model = timm.create_model(name, pretrained=False).eval()
         shape = tuple(model.pretrained_cfg["input_size"])
-    return Workload(model, _images((batch, *shape), generator, model), name=spec)
+    return Workload(model, _normal((batch, *shape), generator, model), name=spec)
 
 
 def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload:
@@ -152,9 +153,15 @@ def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload
     vocabulary = getattr(config, "vocab_size", None)
     if main == "input_ids" and isinstance(vocabulary, int):
         return _text(spec, model, config, batch, generator)
-    if main == "pixel_values" and not getattr(config, "is_encoder_decoder", False):
-        return Workload(model, _images((batch, *_pixels(config)), generator, model), name=spec)
-    raise UsageError(f"{spec} needs more than one input, or neither text nor images: {_FACTORY}")
+    both = getattr(config, "is_encoder_decoder", False)
+    if main == "pixel_values" and not both:
+        return Workload(model, _normal((batch, *_pixels(config)), generator, model), name=spec)
+    if (sound := _sound(main, config)) is not None and (main == "input_features") == both:
+        kwargs = {"decoder_input_ids": _ids(config, batch, generator)} if both else {}
+        return Workload(model, _normal((batch, *sound), generator, model), kwargs, name=spec)
+    raise UsageError(
+        f"{spec} needs more than one input, or neither text nor images nor sound: {_FACTORY}"
+    )
 
 
 def _check_model_type(name: str) -> None:
@@ -171,14 +178,34 @@ def _check_model_type(name: str) -> None:
 def _text(
     spec: str, model: nn.Module, config: Any, batch: int, generator: torch.Generator
 ) -> Workload:
-    length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-
-    def ids() -> torch.Tensor:
-        return torch.randint(config.vocab_size, (batch, length), generator=generator)
-
-    inputs = (ids(),)
-    kwargs = {"decoder_input_ids": ids()} if config.is_encoder_decoder else {}
+    inputs = (_ids(config, batch, generator),)
+    both = config.is_encoder_decoder
+    kwargs = {"decoder_input_ids": _ids(config, batch, generator)} if both else {}
     return Workload(model, inputs, kwargs, name=spec)
+
+
+def _ids(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
+    """Random token ids of a model's vocabulary, as many as it has positions, at most 128."""
+    limits = (
+        getattr(config, f"max_{of}", None) for of in ("position_embeddings", "target_positions")
+    )
+    length = min(filter(None, (_TOKENS, *limits)))
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+def _sound(main: str, config: Any) -> tuple[int, ...] | None:
+    """Shape of one sound that a model takes as its first argument `main`; None if unknown.
+
+    The longest spectrogram that the model takes, or one second of samples.
+    """
+    bands = getattr(config, "num_mel_bins", None)
+    if main == "input_features" and hasattr(config, "max_source_positions") and bands:
+        return bands, 2 * config.max_source_positions  # its convolutions halve the frames
+    if main == "input_values" and hasattr(config, "max_length") and bands:
+        return config.max_length, bands
+    if main == "input_values" and hasattr(config, "conv_stride"):
+        return (_SAMPLING_RATE,)
+    return None
 
 
 def _pixels(config: Any) -> tuple[int, int, int]:
