@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("torchvision:deeplabv3_mobilenet_v3_large", "4", "bf16"),
         Case("transformers:distilbert", "64x128", "fp16"),
         Case("transformers:t5", "16", "bf16"),  # encoder and decoder
+        Case("transformers:wav2vec2", "8x16000", "fp16"),  # sound: a second each
     ),
     "cpu": (
         Case("resnet50", "1"),
