@@ -29,6 +29,47 @@ def test_weights_and_inputs_are_channels_last(conv, shape, layout):
     assert seen[0].is_contiguous(memory_format=layout)
 
 
+class Windows(nn.Module):
+    """Loses the layout, as attention over windows does."""
+
+    def forward(self, x):
+        return x.contiguous().view(*x.shape[:2], -1).mul(2).view(x.shape)
+
+
+def seen_layouts(model, images):
+    """Strides of the result of each layer."""
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: seen.append(out.stride()))
+    with torch.no_grad():
+        model(images)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_run_in_the_layouts_of_a_model_converted_by_hand(dtype):
+    def made():
+        one, depthwise = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
+        pooled, squeezed = nn.AdaptiveAvgPool2d(2), nn.Conv2d(8, 4, 2)
+        last = nn.Conv2d(4, 4, 1)
+        layers = [Windows(), one, Windows(), depthwise, Windows(), pooled, squeezed, last]
+        return nn.Sequential(*layers).to(dtype).eval()
+
+    images = torch.randn(2, 3, 8, 8, dtype=dtype)
+    with ChannelsLast().applied(Workload(made(), images)) as last:
+        ours = seen_layouts(last.model.inner, images)
+    by_hand = made().to(memory_format=torch.channels_last)
+    assert ours == seen_layouts(by_hand, to_channels_last(images))
+    assert ours != seen_layouts(made(), to_channels_last(images))
+
+
+def test_weights_that_fit_both_layouts_are_reason_enough(cpu):
+    model, images = nn.Conv2d(3, 4, 1), to_channels_last(torch.randn(2, 3, 8, 8))
+    assert ChannelsLast().applies_to(Workload(model, images), cpu) == Applicable()
+    model = model.to(memory_format=torch.channels_last)
+    assert ChannelsLast().applies_to(Workload(model, images), cpu).reason == "already channels last"
+
+
 def test_the_inner_model_sees_images_channels_last_whatever_it_is_given(conv_workload):
     seen = []
     with ChannelsLast().applied(conv_workload) as last:

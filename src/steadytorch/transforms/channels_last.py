@@ -41,9 +41,12 @@ class ChannelsLast(Transform):
     Layers preserve the layout of their input, so channels last propagates through the network.
     Output images are converted back to contiguous, unless the caller's inputs are channels last.
 
-    Inference runs on a converted copy of the weights. Training runs the original model on converted
-    images. At each call, convolutions convert their weights to channels last, and weight gradients
-    back to the layout of the weights.
+    Inference runs on a converted copy of the weights. A weight of 1x1 or of one input channel fits
+    both layouts, and PyTorch decides by its strides. It is converted too, so that a convolution
+    whose input has lost the layout, as after attention over windows, restores it.
+
+    Training runs the original model on converted images. At each call, convolutions convert their
+    weights to channels last, and weight gradients back to the layout of the weights.
     """
 
     name = "channels_last"
@@ -56,7 +59,10 @@ class ChannelsLast(Transform):
         groups = weights, images
         # In training, channels-last weights or images alone make convolutions run channels last;
         # images of one channel are both.
-        last = any(map(_made_last, groups)) if workload.is_training else all(map(_all_last, groups))
+        if workload.is_training:
+            last = any(map(_made_last, groups))
+        else:
+            last = all(map(_is_strictly_last, weights)) and _all_last(images)
         return decide(
             (workload.module is None, PLAIN_CALLABLE),
             (not weights, f"{NO_CONVOLUTION} over images or volumes"),
@@ -81,7 +87,9 @@ class ChannelsLast(Transform):
         weights = {id(weight) for weight in _weights(workload.model)}
 
         def converted(tensor: torch.Tensor) -> torch.Tensor:
-            return to_channels_last(tensor) if id(tensor) in weights else tensor
+            if id(tensor) not in weights or _is_strictly_last(tensor):
+                return tensor
+            return torch.empty_like(tensor, memory_format=_FORMATS[tensor.dim()]).copy_(tensor)
 
         copied = copy_with(workload.model, converted, apart=True)
         yield workload.with_model(Converting(copied, to_channels_last, back))
@@ -102,6 +110,13 @@ def _strictly_last(tensor: torch.Tensor) -> torch.Tensor:
 def _is_last(image: torch.Tensor) -> bool:
     layout = _FORMATS[image.dim()]
     return image.is_contiguous(memory_format=layout) and not image.is_contiguous()
+
+
+def _is_strictly_last(tensor: torch.Tensor) -> bool:
+    """Whether even the strides that do not matter to memory are those of channels last."""
+    layout = _FORMATS[tensor.dim()]
+    strides = torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
+    return tensor.stride() == strides
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
