@@ -521,9 +521,9 @@ def test_a_tensor_on_the_cpu_that_the_step_writes_is_not_fixed(register):
             self.calls.requires_grad_(False)
 
         def _apply(self, fn, recurse=True):
-            kept = self.calls
             super()._apply(fn, recurse)
-            self.calls = kept
+            self.calls = register(torch.ones(()))  # anew, since a parameter is moved in place
+            self.calls.requires_grad_(False)
             return self
 
         def forward(self, x):

@@ -171,6 +171,7 @@ class SpreadMask(nn.Module):
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_mask_that_is_written_out_lets_attention_be_fused(facts):
     query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     made = Workload(SpreadMask().eval(), query)
