@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import sys
+from contextlib import suppress
 
 import pytest
 from scripted import NullListener
 from simulated import AUTOCAST, AVAILABLE, BF16, MS, RANGES, Machine, outcome, search
 
+from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.prospects import Prospects
 from steadytorch.tune.search import Search, compiling
@@ -250,3 +254,15 @@ def test_a_search_that_expects_nothing_still_waits_for_its_first_compiled_candid
     assert compiled_s
     assert any(phase.startswith("stopped after") for phase in log.phases)
     assert machine.seconds < 100.0
+
+
+@pytest.mark.parametrize("seed", [*range(20), 85, 161, 183, 253])
+def test_no_search_takes_a_fifth_more_than_its_budget(seed):
+    draw = random.Random(seed)
+    machine = Machine(seed, compile_s=math.exp(draw.uniform(math.log(10), math.log(200))))
+    machine.untouched_ns = MS * math.exp(draw.uniform(math.log(5), math.log(400)))
+    budget_s, device = draw.choice([30, 60, 100, 180]), draw.choice(["cpu", "cuda:0"])
+    slots = 2 if device == "cpu" else 8
+    with suppress(UsageError):  # too small for the untouched workload
+        found = search(machine, budget_s, slots, device=device)
+        assert found.seconds < 1.22 * budget_s  # blocks vary a little

@@ -134,10 +134,10 @@ class Budget:
     def _pair_s(self) -> float:
         return self.shape.expected_s + self._fast().expected_s
 
-    def screening_s(self, iterations_ns: Iterable[float]) -> float:
-        """Seconds to screen candidates, given their iteration times in ns."""
+    def screening_s(self, iterations_ns: Iterable[float], blocks: int = SCREEN_BLOCKS) -> float:
+        """Seconds to screen candidates, given their iteration times in ns and blocks of each."""
         shapes = [msgspec.structs.replace(self.shape, iteration_ns=ns) for ns in iterations_ns]
-        return SCREEN_BLOCKS * sum(shape.expected_s for shape in shapes)
+        return blocks * sum(shape.expected_s for shape in shapes)
 
     def left_to_explore(self) -> float:
         """Seconds left for exploring, after the reserve for final race and confirmation."""

@@ -78,7 +78,7 @@ class CandidatePool:
         again = {trial.candidate for trial in fresh}
         self.trials = [t for t in self.trials if t.candidate not in again] + fresh
 
-    def screen(self, fresh: list[LiveTrial]) -> None:
+    def screen(self, fresh: list[LiveTrial], blocks: int = SCREEN_BLOCKS) -> None:
         """Times interleaved blocks of new trials, leaders and baseline, and closes losing trials.
 
         All devices are timed in parallel, each with its own trials and untouched workload. A
@@ -86,7 +86,7 @@ class CandidatePool:
         """
         with self._beside:
             self._take_blocks(
-                {device: self._blocks_on(device, fresh) for device in self._devices()}
+                {device: self._blocks_on(device, fresh, blocks) for device in self._devices()}
             )
         self._budget.fastest_ns = self.screened_ns(self.leader())
         self._budget.finalists = len(self.finalists())
@@ -104,7 +104,9 @@ class CandidatePool:
     def _devices(self) -> list[str]:
         return [self.baseline.device, *self.further]
 
-    def _blocks_on(self, device: str, fresh: Sequence[LiveTrial]) -> Iterator[LiveTrial]:
+    def _blocks_on(
+        self, device: str, fresh: Sequence[LiveTrial], blocks: int
+    ) -> Iterator[LiveTrial]:
         """The trials of a device in the order in which their blocks are timed."""
         arms = [trial for trial in self.alive() if trial.device == device]
         rng = self._rng
@@ -116,7 +118,7 @@ class CandidatePool:
             rng = self._rngs.setdefault(device, Random(seed))
         new = [trial for trial in arms if trial in fresh]
         known = [trial for trial in arms if trial not in fresh]
-        for taken in range(SCREEN_BLOCKS):
+        for taken in range(blocks):
             if taken >= FEWEST_BLOCKS and self._are_out(new, known, taken):
                 return
             # Timing a worker that died meanwhile finds out why it died.
@@ -210,17 +212,24 @@ class CandidatePool:
         moved = [trial.set_up.setup_s for trial in self.away() if trial.set_up]
         return START_S + max(moved) if moved else 0.0
 
-    def screening_s(self, fresh: Sequence[LiveTrial]) -> float:
-        """Seconds to screen new trials beside the trials still alive; 0 if no new one is set up."""
+    def screening_s(self, fresh: Sequence[LiveTrial], blocks: int = SCREEN_BLOCKS) -> float:
+        """Seconds to screen new trials beside the trials still alive; 0 without new ones.
+
+        Those not yet set up are expected to be as fast as the leader.
+        """
         # Warm-up times taken beside compilers may be many times too long.
         most_ns = self._budget.shape.iteration_ns
+        leader_ns = self._budget.fastest_ns or most_ns
         needed_s = [0.0]  # by device, as devices are timed at the same time
         for device in self._devices():
             known = [trial.screened_ns for trial in self.alive() if trial.device == device]
             known += [most_ns] if device in self.further else []
-            added = [t.set_up.warm_up for t in fresh if t.set_up and t.device == device]
-            new = [min(warmed.iteration_ns, most_ns) for warmed in added]
-            needed_s.append(self._budget.screening_s([*known, *new]) if new else 0.0)
+            new = [
+                min(trial.set_up.warm_up.iteration_ns if trial.set_up else leader_ns, most_ns)
+                for trial in fresh
+                if trial.device == device
+            ]
+            needed_s.append(self._budget.screening_s([*known, *new], blocks) if new else 0.0)
         return max(needed_s)
 
     def timed_block(self, trial: LiveTrial, count: int | None = None) -> float:

@@ -27,8 +27,8 @@ from steadytorch.process.neighbour import Neighbour
 from steadytorch.process.worker import Fault, WorkerFault
 from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.transforms import compiles
-from steadytorch.tune.budget import Budget
-from steadytorch.tune.candidate_pool import CandidatePool
+from steadytorch.tune.budget import SCREEN_BLOCKS, Budget
+from steadytorch.tune.candidate_pool import FEWEST_BLOCKS, CandidatePool
 from steadytorch.tune.candidates import (
     CandidateSource,
     engine_prefix,
@@ -516,16 +516,37 @@ class Search:
         self._screen(fresh)
 
     def _screen(self, fresh: list[LiveTrial]) -> None:
+        verified, blocks = self._timely([trial for trial in fresh if trial.ok])
         self._pool.join(fresh)
-        verified = [trial for trial in fresh if trial.ok]
         if not verified:
             return
         with self._scheduler.paused():
-            self._pool.screen(verified)
+            self._pool.screen(verified, blocks)
         for trial in [self._pool.baseline, *verified]:
             # Losers teach as much as leaders, although their workers are closed by now.
             if trial.status == "ok" and trial.blocks and self._pool.allowed(trial):
                 self._prospects.note(trial.candidate, self._pool.screened_ns(trial))
+
+    def _timely(self, verified: list[LiveTrial]) -> tuple[list[LiveTrial], int]:
+        """The trials that can be screened before the time to confirm one, and blocks of each.
+
+        Takes fewer blocks if the time is short, and then rejects the least promising trials, but
+        one.
+        """
+        budget, pool = self._budget, self._pool
+        left_s = budget.remaining() + budget.may_add_s() - budget.confirmation_s()
+        if pool.screening_s(verified) < left_s:
+            return verified, SCREEN_BLOCKS
+        gains = self._prospects.expected_gains([trial.candidate for trial in verified])
+        taken: list[LiveTrial] = []
+        for place in np.argsort(-gains, kind="stable"):
+            trial = verified[place]
+            if not taken or pool.screening_s([*taken, trial], FEWEST_BLOCKS) < left_s:
+                taken.append(trial)
+            else:
+                trial.reject(f"screening: {EXHAUSTED}")
+                self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
+        return taken, FEWEST_BLOCKS
 
     def _is_due(self) -> bool:
         """Whether to stop waiting for set-ups, because candidates are ready or the time is up.
@@ -536,7 +557,7 @@ class Search:
         needed_s = self._pool.screening_s(self._scheduler.ready)
         soonest_s = self._soonest_s(self._scheduler.unfinished)
         if self._budget.left_to_explore() < needed_s:
-            if self._waits_longer(needed_s):
+            if self._waits_longer():
                 return False
             self._scheduler.give_up(EXHAUSTED)
             return True
@@ -554,7 +575,7 @@ class Search:
         expected_s = self._budget.expected_setup_s(trial.candidate, self._pool.trials)
         return self._budget.left_to_set_up_s(expected_s, self._scheduler.elapsed_s(trial))
 
-    def _waits_longer(self, needed_s: float) -> bool:
+    def _waits_longer(self) -> bool:
         """Whether to wait for the first compiled candidate, at the expense of a final race.
 
         Grants overtime if the candidate is about to be ready.
@@ -562,13 +583,14 @@ class Search:
         rivals = [t for t in self._scheduler.unfinished if compiles(t.candidate)]
         if not rivals or self._has_timed_compiled():
             return False
+        soonest = min(rivals, key=self._left_s)
+        needed_s = self._pool.screening_s([*self._scheduler.ready, soonest], FEWEST_BLOCKS)
         left_s = self._budget.left_without_race() - needed_s
         if left_s > 0.0:  # nothing else could use this time
             return True
-        beyond_s = self._soonest_s(rivals) - left_s
-        if beyond_s > self._budget.may_add_s():
+        if self._left_s(soonest) - left_s > self._budget.may_add_s():
             return False
-        label = describe(min(rivals, key=self._left_s).candidate)
+        label = describe(soonest.candidate)
         self._go_beyond("waiting for a compiled candidate", f"{label} is about to be ready")
         return True
 
