@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from steadytorch.cli import main
@@ -43,6 +45,18 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "tiny.py").write_text(TINY)
     return tmp_path
+
+
+@pytest.fixture
+def nothing_left(folder, monkeypatch):
+    """Fails the test if this process has a child process or a temporary file more at its end."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_a_budget_too_small_for_the_baseline_says_so(steady):
     assert "--budget" in ended.err or "give at least" in ended.err
 
 
-def test_a_search_from_end_to_end(steady, folder):
+def test_a_search_from_end_to_end(steady, folder, nothing_left):
     """One search, and then what there is to do with its plan."""
     words = ["tiny.py:small", "--store", "plans"]
     ended = steady("tune", *words, "--budget", "12s", "--quiet", "--json", "a.json")

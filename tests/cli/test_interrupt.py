@@ -82,10 +82,11 @@ class Terminal:
     def workers(self):
         """Worker processes of this command that still run."""
         found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            words = " ".join(process.info["cmdline"] or [])
-            if str(self.scratch) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(words)
+        # Forked workers and their server are known by their environment only.
+        for process in psutil.process_iter(["cmdline", "environ", "status"]):
+            ours = (process.info["environ"] or {}).get("TMPDIR") == str(self.scratch)
+            if ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.info["cmdline"] or []))
         return found
 
     def hang_up(self):
@@ -176,6 +177,7 @@ def test_an_interrupt_while_the_workload_loads(terminal, folder):
     )
     running = terminal("tune", "endless.py:factory", "--json", "out.json")
     running.wait_for("loading now")
+    assert any("fork_server_main" in words for words in running.workers())
     running.press(CTRL_C)
     assert running.wait() == 130
     _check_aftermath(running)
@@ -255,6 +257,7 @@ def test_so_does_one_whose_workload_loads(terminal, folder):
     )
     running = terminal("tune", "endless.py:factory")
     running.wait_for("loading now")
+    assert any("fork_server_main" in words for words in running.workers())
     running.process.terminate()
     _check_end_by_signal(running)
 

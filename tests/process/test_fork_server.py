@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,14 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent), str(tmp_path)])
     with closing(ForkServer(tmp_path)) as server:
         yield server
+
+
+@pytest.fixture
+def initial(tmp_path, monkeypatch):
+    """Starts a fork server with initial imports; it finds the same modules as `server`."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent), str(tmp_path)])
+    with ExitStack() as started:
+        yield lambda *names: started.enter_context(closing(ForkServer(tmp_path, imports=names)))
 
 
 def _worker(server, directory, name="w", imports=()):
@@ -56,6 +64,42 @@ def test_workers_share_one_import(server, tmp_path):
         worker = _worker(server, tmp_path, f"w{number}", [slow])
         assert worker.call("imported", DEADLINE_S, names=[slow]) == [slow]
     assert stamp.read_text() == "once "
+
+
+def _main_module(worker):
+    return worker.call("main_module", DEADLINE_S)
+
+
+def test_initial_imports_begin_without_a_request(initial, tmp_path):
+    stamp = tmp_path / "imported"
+    early = _module(tmp_path, "early", f"open({str(stamp)!r}, 'a').write('once ')\n")
+    server = initial("broken_or_missing", early)
+    assert _soon(stamp.exists)
+    worker = _worker(server, tmp_path)
+    assert worker.call("imported", DEADLINE_S, names=[early]) == [early]
+    assert _main_module(worker).endswith("fork_server_main.py")
+    assert stamp.read_text() == "once "
+
+
+def test_after_initial_imports_that_forks_would_not_survive_fresh_interpreters_start(
+    initial, tmp_path
+):
+    stamp = tmp_path / "imported"
+    text = f"from threading import Timer\nTimer(99, print).start()\nopen({str(stamp)!r}, 'w')\n"
+    server = initial(_module(tmp_path, "early", text))
+    assert _soon(stamp.exists)
+    assert _main_module(_worker(server, tmp_path)).endswith("child.py")
+
+
+def test_a_request_does_not_wait_for_initial_imports(initial, tmp_path):
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    server = initial(_module(tmp_path, "early", wait))
+    server.pause()  # before its interpreter has started
+    worker = _worker(server, tmp_path)
+    server.resume()
+    assert worker.call("imported", DEADLINE_S, names=["early"]) == []
+    gate.touch()
 
 
 def test_a_worker_that_needs_less_does_not_wait_for_the_imports_of_another(server, tmp_path):

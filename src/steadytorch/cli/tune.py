@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,27 +153,34 @@ def tune(
         raise click.MissingParameter(ctx=ctx, param_hint="'WORKLOAD'", param_type="argument")
     from steadytorch.quantities import parse_bytes, parse_duration
     from steadytorch.report.text import plain
-    from steadytorch.tune.devices import choose_devices
-    from steadytorch.tune.select import SearchOptions
-    from steadytorch.tune.session import Session
+    from steadytorch.tune.search_server import started_in_advance
 
-    asked = SearchOptions(
-        objective=objective,
-        precision=precision,
-        tolerance=tolerance,
-        budget_s=parse_duration(budget),
-        max_memory_bytes=None if max_memory is None else parse_bytes(max_memory),
-        seed=seed,
-    )
-    loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
-    console = options.console(quiet)
-    chosen = None
-    if devices is not None:
-        chosen = choose_devices(devices, device, device)
-        for note in chosen.notes:
-            console.print(f"  {plain(note)}", style="yellow")
-    session = Session(loaded, asked, device, store, devices=chosen)
-    plan = run(session, mode, console, json_path, store, everything=everything)
+    budget_s = parse_duration(budget)
+    max_memory_bytes = None if max_memory is None else parse_bytes(max_memory)
+    may_search = mode != "strict" and devices is None  # several devices are not counted yet
+    with started_in_advance() if may_search else nullcontext() as server:
+        # Imported here because they import PyTorch, which the server now does too.
+        from steadytorch.tune.devices import choose_devices
+        from steadytorch.tune.select import SearchOptions
+        from steadytorch.tune.session import Session
+
+        asked = SearchOptions(
+            objective=objective,
+            precision=precision,
+            tolerance=tolerance,
+            budget_s=budget_s,
+            max_memory_bytes=max_memory_bytes,
+            seed=seed,
+        )
+        loaded = options.load(workload, batch=batch, inputs=inputs, train=train, seed=seed)
+        console = options.console(quiet)
+        chosen = None
+        if devices is not None:
+            chosen = choose_devices(devices, device, device)
+            for note in chosen.notes:
+                console.print(f"  {plain(note)}", style="yellow")
+        session = Session(loaded, asked, device, store, devices=chosen, server=server)
+        plan = run(session, mode, console, json_path, store, everything=everything)
     if bundle:
         console.print("  keeping compiled code", style="dim")
         reason = session.keep_bundle(plan)

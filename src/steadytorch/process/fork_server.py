@@ -66,14 +66,20 @@ class ForkServer:
     Args:
         directory: folder for its log.
         environment: extra environment variables of the server and its workers.
+        imports: modules to import at once, before the first request; failures are ignored.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+    ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._workers: list[ForkedProcess] = []
         with (directory / LOG).open("wb") as log, theirs:
             self._process = Interpreter.own().start(
-                "steadytorch.process.fork_server_main", theirs.fileno(), [], log, environment
+                "steadytorch.process.fork_server_main", theirs.fileno(), imports, log, environment
             )
         self._channel.setblocking(False)
 

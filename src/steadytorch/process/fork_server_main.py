@@ -1,7 +1,7 @@
 """The fork server process: imports the modules that a worker needs, then forks the worker.
 
-Started as `python -P -m steadytorch.process.fork_server_main FD`. The server only imports modules,
-so that forked workers inherit no threads and no CUDA state.
+Started as `python -P -m steadytorch.process.fork_server_main FD [MODULE ...]`. The server only
+imports modules, so that forked workers inherit no threads and no CUDA state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from steadytorch.process.child import die_with_parent, serve
 from steadytorch.process.fork_server import MESSAGE_BYTES, Fork, Report, decode_fork, encode
@@ -30,10 +30,11 @@ class _Server:
 
     Args:
         channel: connection to `ForkServer`.
+        imports: modules to import while no request waits for others.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, imports: Sequence[str] = ()) -> None:
+        self._channel, self._imports = channel, imports
         self._waiting: list[tuple[Fork, list[int]]] = []
         self._numbers: dict[int, int] = {}
         self._tried: set[str] = set()
@@ -67,9 +68,9 @@ class _Server:
         return bool(message)
 
     def _missing(self) -> list[str]:
-        """Modules that waiting requests need but that were not imported yet, in request order."""
+        """Modules not imported yet: those that waiting requests need, then the initial ones."""
         needed = (name for request, _ in self._waiting for name in _modules_of(request))
-        return [name for name in needed if name not in self._tried]
+        return [name for name in (*needed, *self._imports) if name not in self._tried]
 
     def _import(self, name: str) -> None:
         self._tried.add(name)
@@ -195,7 +196,8 @@ def main(arguments: list[str]) -> None:
     """Serves fork requests on the inherited file descriptor."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Server(socket.socket(fileno=int(arguments[0]))).run()
+    descriptor, *imports = arguments
+    _Server(socket.socket(fileno=int(descriptor)), imports).run()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from steadytorch.results.signature import Leaf
 from steadytorch.serve.exchange import misfit
 from steadytorch.serve.plan import Plan
 from steadytorch.transforms.precision import ALLOWED, precision_of
+from steadytorch.tune.search_server import compiler_cache
 from steadytorch.tune.select import (
     CONTENDED,
     SearchOptions,
@@ -139,7 +140,8 @@ def reverify(
         save_payload(workload, directory)
         artefact.lend(plan.path, directory, transforms.artefacts(plan.candidate))
         compiler_choices.put(directory, plan.compiler)
-        launch = WorkerLauncher(directory, int(0.8 * psutil.virtual_memory().available), {})
+        limit = int(0.8 * psutil.virtual_memory().available)
+        launch = WorkerLauncher(directory, limit, compiler_cache(directory))
 
         def prepared(number: int) -> SetupScheduler:
             progress(f"round {number + 1} of {processes}")

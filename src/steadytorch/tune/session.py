@@ -25,7 +25,6 @@ from steadytorch.native import host
 from steadytorch.plan.fingerprint import Key, make_key, trained_fingerprint
 from steadytorch.plan.record import CompilerChoices, Evidence, Speedup
 from steadytorch.plan.store import Found, Store
-from steadytorch.process.folder import shared_folder
 from steadytorch.process.worker import Worker
 from steadytorch.quantities import parse_bytes, parse_duration
 from steadytorch.ranks.agreement import Refusal
@@ -44,6 +43,7 @@ from steadytorch.tune.devices import Devices, choose_devices, devices_of_ranks, 
 from steadytorch.tune.host_code import compile_now, reserve_s
 from steadytorch.tune.result import TuneResult
 from steadytorch.tune.search import ENGINES, EXHAUSTED, Search
+from steadytorch.tune.search_server import SearchServer, set_ups_at_once
 from steadytorch.tune.select import CONTENDED, SearchOptions
 from steadytorch.tune.setup_scheduler import NullListener, ProgressListener, SetupScheduler
 from steadytorch.tune.trial import WorkerLauncher
@@ -74,6 +74,7 @@ class Session:
         facts: facts about the device; None to query them.
         fingerprint: fingerprint of the workload; None to compute it.
         signature: signature of the inputs; None to compute it.
+        server: the server that the first search uses and closes; None to start one then.
 
     Attributes:
         facts: facts about the device.
@@ -96,6 +97,7 @@ class Session:
         facts: DeviceFacts | None = None,
         fingerprint: str | None = None,
         signature: Signature | None = None,
+        server: SearchServer | None = None,
     ) -> None:
         if options.tolerance is not None and options.precision == "same":
             raise UsageError(
@@ -128,6 +130,7 @@ class Session:
         )
         self._store = store if isinstance(store, Store) else Store(store)
         self._converted: artefact.Held | None = None
+        self._server = server
 
     @property
     def store_trouble(self) -> str:
@@ -232,15 +235,16 @@ class Session:
         reserved_s = reserve_s(self._device, options.budget_s)
         options = msgspec.structs.replace(options, budget_s=options.budget_s - reserved_s)
         with ExitStack() as at_the_end:
-            directory = at_the_end.enter_context(shared_folder())
+            server = self._take_server()
+            at_the_end.callback(server.close)
+            directory = server.directory
             launch = WorkerLauncher(
                 directory,
                 self._memory_limit(),
-                self._compile_threads(),
+                server.environment,
                 [*serialization.modules_of(self.workload), *self._imports()],
-                forks=True,
+                server.fork_server,
             )
-            at_the_end.callback(launch.close)
             scheduler = SetupScheduler(
                 launch,
                 self._device if self._devices is None else self._devices.names[0],
@@ -264,7 +268,8 @@ class Session:
             if any(spec.name == ENGINES for spec in available):
                 from steadytorch.tune.conv import start_chooser
 
-                worker = start_chooser(directory, self._device, self._ambient, launch.server)
+                forks = server.fork_server
+                worker = start_chooser(directory, self._device, self._ambient, forks)
                 at_the_end.callback(worker.kill)
                 engines = partial(self._engines, worker, scheduler.pump_until)
             result = Search(
@@ -287,6 +292,16 @@ class Session:
                     elif making is not None:
                         making.finish(_FINISH_S)
             return result
+
+    def _take_server(self) -> SearchServer:
+        """The server that was started in advance if it still fits, else a new one."""
+        early, self._server = self._server, None
+        cores, devices = self.facts.cores_logical, self._device_count()
+        if early is not None:
+            if early.fits(cores, devices):
+                return early
+            early.close()
+        return SearchServer(cores, devices)
 
     def _engines(
         self,
@@ -405,7 +420,7 @@ class Session:
 
     def _slots(self) -> int:
         """Number of set-ups that may overlap: one per core, at most eight per device."""
-        return max(1, min(8 * self._device_count(), self.facts.cores_logical or 1))
+        return set_ups_at_once(self.facts.cores_logical, self._device_count())
 
     def _device_count(self) -> int:
         return 1 if self._devices is None else len(self._devices.names)
@@ -421,13 +436,6 @@ class Session:
     def _compiles_host_code(self) -> bool:
         """Whether to compile host code in the background: on a GPU host with cores to spare."""
         return torch.device(self._device).type == "cuda" and self._has_spare_cores()
-
-    def _compile_threads(self) -> dict[str, str]:
-        """Environment variable to limit Inductor's compile processes: workers share the cores."""
-        name, cores = "TORCHINDUCTOR_COMPILE_THREADS", self.facts.cores_logical or 1
-        # More than the share of each compilation, which mostly runs Python on one core.
-        most = max(1, cores // max(1, self._slots() // 2))
-        return {name: os.environ.get(name, str(most))}
 
     def _memory_limit(self) -> int:
         """Host memory limit per worker in bytes: 80 % of the memory available now."""

@@ -20,9 +20,9 @@ from steadytorch.process.worker import Fault, Worker, WorkerFault
 from steadytorch.results.candidate import Candidate
 from steadytorch.transforms import compiles
 from steadytorch.transforms.precision import precision_of
+from steadytorch.tune.search_server import HANDLER
 from steadytorch.verification.verdict import Verification
 
-HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
 CHOICES_S = 20.0
 """Timeout in seconds for reading the compiler's choices."""
 
@@ -43,11 +43,8 @@ class WorkerLauncher:
         memory_limit_bytes: host memory above which a worker is killed.
         environment: environment variables set in every worker.
         imports: modules that every worker imports at start.
-        forks: whether to fork the workers from a `ForkServer`. Forked workers share one address
-            space layout, so pass False to sample the variation between processes.
-
-    Attributes:
-        server: the fork server; None without one.
+        server: forks the workers. Forked workers share one address space layout, so pass None to
+            sample the variation between processes.
     """
 
     def __init__(
@@ -56,16 +53,13 @@ class WorkerLauncher:
         memory_limit_bytes: int | None,
         environment: Mapping[str, str],
         imports: Sequence[str] = (),
-        forks: bool = False,
+        server: ForkServer | None = None,
     ) -> None:
         self._directory = directory
         self._limit = memory_limit_bytes
-        cache = str(directory / "compiler-cache")  # shared: entries are keyed by content
-        self._environment = {**environment, "TORCHINDUCTOR_CACHE_DIR": cache}
-        if forks:  # else looking for devices would prevent CUDA in forked workers
-            self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        self._environment = environment
         self._imports = tuple(imports)
-        self.server = ForkServer(directory, self._environment) if forks else None
+        self._server = server
 
     def __call__(self, name: str, imports: Sequence[str] = ()) -> Worker:
         """Starts a worker."""
@@ -76,13 +70,8 @@ class WorkerLauncher:
             self._environment,
             self._limit,
             (*self._imports, *imports),
-            server=self.server,
+            server=self._server,
         )
-
-    def close(self) -> None:
-        """Stops the fork server."""
-        if self.server is not None:
-            self.server.close()
 
 
 class LiveTrial:
