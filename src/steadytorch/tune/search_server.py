@@ -17,6 +17,8 @@ from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.interpreter import Interpreter
 
 HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
+_OF_CUDA = "CUDA_MODULE_LOADING"
+"""Environment variable that some versions of PyTorch set to their default when CUDA starts."""
 
 
 class SearchServer:
@@ -104,8 +106,10 @@ def _compile_threads(cores: int | None, devices: int) -> dict[str, str]:
 def _inherited(environment: Mapping[str, str]) -> tuple[object, ...]:
     """Settings that a new process inherits: variables, import path, working directory, cores."""
     folder = os.stat(os.curdir)  # works even if the folder was removed, unlike `os.getcwd`
+    variables = {**os.environ, **environment}
+    variables.pop(_OF_CUDA, None)
     return (
-        {**os.environ, **environment},
+        variables,
         Interpreter.own().paths,
         (folder.st_dev, folder.st_ino),
         allowed_cpus(),
