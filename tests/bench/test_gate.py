@@ -100,6 +100,7 @@ def test_the_error_probability_is_divided_among_workloads_and_looks(simulated):
     assert three.alpha == pytest.approx(ALPHA / 3)  # three workloads, one look
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("effects", [{"a": 0.0}, {"a": 0.0, "b": 0.0, "c": 0.0, "d": 0.0}])
 def test_equal_sides_rarely_fail(simulated, effects):
     failed = 0

@@ -43,6 +43,7 @@ def padding(monkeypatch):
         yield padded
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)], ids=["flat", "of tokens"])
 @pytest.mark.parametrize("bias", [False, True], ids=["mm", "addmm"])
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
@@ -82,6 +83,7 @@ class Images(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_gradients_have_the_strides_of_their_weights(layout):
     torch.manual_seed(0)

@@ -130,6 +130,7 @@ def test_the_mended_workload_does_not_have_it(others, finding):
     assert as_expected, provoked.format_findings(result)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("finding", provoked.IN_SCRIPT)
 def test_the_slow_script_provokes_its_finding_and_the_mended_does_not(others, finding):
     module, found = provoked.module_of(finding), []

@@ -201,6 +201,7 @@ def test_only_the_gradients_asked_for_are_computed():
 
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 1, 4, 3)], ids=str)
 @pytest.mark.parametrize("is_biased", [False, True], ids=["", "bias"])
+@pytest.mark.sampled(every=5)
 def test_pytorch_finds_the_operator_well_formed(shape, is_biased):
     x, weight, bias = operands(shape, 6, torch.float32, is_biased)
     given = (x.requires_grad_(), weight, bias, "gelu")

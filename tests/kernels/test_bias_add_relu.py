@@ -137,6 +137,7 @@ def test_gradients_are_those_of_pytorch(x, other, bias):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.sampled(every=3)
 def test_pytorch_finds_the_operator_well_formed(layout, biased):
     x, other, bias = operands((2, 3, 4, 5), layout=layout, biased=biased)
     x.requires_grad_()

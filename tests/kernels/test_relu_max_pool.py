@@ -214,6 +214,7 @@ def test_gradients_are_those_of_pytorch(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.sampled(every=3)
 def test_pytorch_finds_the_operator_well_formed(layout, needs_grad):
     x = random((2, 3, 9, 9), layout=layout).requires_grad_(needs_grad)
     torch.library.opcheck(

@@ -51,7 +51,7 @@ def made(kind):
     return Noisy(DRAW[kind], HELD.get(kind, lambda: None)()).eval(), torch.randn(2, 3, 8, 8)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("kind", DRAW)

@@ -90,7 +90,7 @@ def uncounted(monkeypatch):
     monkeypatch.setattr(HELD, "count", 0)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("case", CASES)

@@ -211,6 +211,7 @@ def _fused_into(executor):
     }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     "change", ["load_state_dict", "copy_", "optimizer step", "statistics", "to", "replaced"]
 )

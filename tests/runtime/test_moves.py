@@ -73,6 +73,7 @@ AFTER = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("change", AFTER)
 def test_a_change_after_such_a_load_is_seen(model, tuned, x, load, change):
@@ -107,6 +108,7 @@ def test_a_move_before_the_first_call_checks_the_plan_again(model, x):
     assert tuned.report().off == "closed"
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", ["inference_mode", "channels_last", "all"])
 @pytest.mark.parametrize("load", LOADS)
 def test_such_a_load_ends_no_trial(model, x, name, load):

@@ -53,6 +53,7 @@ def devices_of(stage, candidate):
 # -- scripted searches --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 0.5])
 @pytest.mark.parametrize("winner", ["eager", "deterministic", "fold"])
 def test_two_devices_find_the_winner_of_one(winner, slowness):

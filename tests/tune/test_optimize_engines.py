@@ -83,6 +83,7 @@ def problems():
     return [problem.key for problem in problems_in(Workload(*network()), ()).problems]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("way", ["optimize", "apply"])
 def test_a_fresh_process_takes_the_stored_engines_by_name_and_times_none(
     way, problems, tmp_path, request
@@ -95,7 +96,8 @@ def test_a_fresh_process_takes_the_stored_engines_by_name_and_times_none(
     assert (misses, calls) == ({}, {"tuned": 3})
 
 
-@pytest.mark.parametrize("way", ["optimize", "apply"])
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("way", ["apply", "optimize"])
 def test_a_stored_engine_that_is_gone_is_a_miss_of_its_convolution_alone(
     way, problems, tmp_path, request
 ):

@@ -74,7 +74,7 @@ def run(*arguments, **options):
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
     ],
 )  # fmt: skip
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=9)
 def test_a_script_behaves_as_without_us(script, text):
     path = script(text)
     expected = plain(path, "-a", "--b=c", "d", input=b"")

@@ -195,7 +195,7 @@ def test_another_seed_gives_other_weights(seeded):
 
 
 @torch.inference_mode()
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_outputs_are_finite(seeded):
     name, model = seeded
     assert torch.isfinite(model(small_inputs(name))).all()
@@ -211,14 +211,14 @@ def test_outputs_are_of_a_size_that_half_precision_can_hold(seeded):
 
 
 @torch.inference_mode()
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_outputs_depend_on_the_inputs(seeded):
     name, model = seeded
     first, second = model(small_inputs(name, seed=0)), model(small_inputs(name, seed=1))
     assert (first - second).norm() > 0.05 * first.norm()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_training_reaches_every_parameter(seeded):
     name, model = seeded
     trained = copy.deepcopy(model).train()
