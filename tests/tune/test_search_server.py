@@ -13,6 +13,7 @@ from torch import nn
 from steadytorch import Workload, transforms
 from steadytorch.bench.bench_worker import save_payload
 from steadytorch.device.host import usable_logical_cores
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.tune import search_server
 from steadytorch.tune.search_server import HANDLER, SearchServer, started_in_advance
@@ -140,7 +141,7 @@ def test_one_that_was_started_in_advance_ends_with_the_block(scratch, monkeypatc
     seen = []
 
     def interrupted():
-        with started_in_advance() as server:
+        with started_in_advance("resnet18") as server:
             seen.append((server, server.fork_server.alive))
             raise KeyboardInterrupt
 
@@ -150,16 +151,36 @@ def test_one_that_was_started_in_advance_ends_with_the_block(scratch, monkeypatc
     assert (was_alive, server.fork_server.alive) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("workload", "library"), [("timm:resnet50", ["library"]), ("resnet50", []), ("a.py:made", [])]
+)
+def test_the_library_of_a_named_workload_is_imported_in_advance(
+    scratch, monkeypatch, workload, library
+):
+    monkeypatch.setattr(search_server, "usable_logical_cores", lambda: 2)
+    monkeypatch.setitem(search_server._LIBRARIES, "timm", "library")
+    asked = []
+
+    def started(directory, environment, imports):
+        asked.extend(imports)
+        return ForkServer(directory, environment)
+
+    monkeypatch.setattr(search_server, "ForkServer", started)
+    with started_in_advance(workload):
+        pass
+    assert asked == [HANDLER.partition(":")[0], *library]
+
+
 def test_a_single_core_gets_none_in_advance(scratch, monkeypatch):
     monkeypatch.setattr(search_server, "usable_logical_cores", lambda: 1)
-    with started_in_advance() as server:
+    with started_in_advance("resnet18") as server:
         assert server is None
 
 
 def test_without_a_place_for_its_folder_there_is_none_in_advance(tmp_path, monkeypatch):
     monkeypatch.setattr(search_server, "usable_logical_cores", lambda: 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with started_in_advance() as server:
+    with started_in_advance("resnet18") as server:
         assert server is None
 
 

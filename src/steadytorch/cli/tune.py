@@ -158,7 +158,7 @@ def tune(
     budget_s = parse_duration(budget)
     max_memory_bytes = None if max_memory is None else parse_bytes(max_memory)
     may_search = mode != "strict" and devices is None  # several devices are not counted yet
-    with started_in_advance() if may_search else nullcontext() as server:
+    with started_in_advance(workload) if may_search else nullcontext() as server:
         # Imported here because they import PyTorch, which the server now does too.
         from steadytorch.tune.devices import choose_devices
         from steadytorch.tune.select import SearchOptions

@@ -7,7 +7,7 @@ same time. This module therefore does not import PyTorch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,12 @@ from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.interpreter import Interpreter
 
 HANDLER = "steadytorch.tune.tuning_worker:TuningHandler"
+_LIBRARIES = {
+    "torchvision": "torchvision.models",
+    "timm": "timm.models",
+    "transformers": "transformers.modeling_utils",
+}
+"""What takes longest to import for workloads of these prefixes."""
 _OF_CUDA = "CUDA_MODULE_LOADING"
 """Environment variable that some versions of PyTorch set to their default when CUDA starts."""
 
@@ -29,6 +35,7 @@ class SearchServer:
     Args:
         cores: number of logical cores; None if unknown.
         devices: number of devices that share the search.
+        imports: further modules to import at once; failures are ignored.
 
     Attributes:
         directory: the folder.
@@ -36,13 +43,13 @@ class SearchServer:
         fork_server: the fork server.
     """
 
-    def __init__(self, cores: int | None, devices: int = 1) -> None:
+    def __init__(self, cores: int | None, devices: int = 1, imports: Sequence[str] = ()) -> None:
         with ExitStack() as at_the_end:
             self.directory = at_the_end.enter_context(shared_folder())
             self.environment = _environment(self.directory, cores, devices)
             self._inherited = _inherited(self.environment)
-            imports = [HANDLER.partition(":")[0]]
-            self.fork_server = ForkServer(self.directory, self.environment, imports)
+            first = HANDLER.partition(":")[0]
+            self.fork_server = ForkServer(self.directory, self.environment, (first, *imports))
             at_the_end.callback(self.fork_server.close)
             self._at_the_end = at_the_end.pop_all()
 
@@ -60,15 +67,19 @@ class SearchServer:
 
 
 @contextmanager
-def started_in_advance() -> Iterator[SearchServer | None]:
+def started_in_advance(workload: str) -> Iterator[SearchServer | None]:
     """Starts a server for a search on one device; closes it at the end of the `with` block.
 
     Yields None on a single core, which gains nothing, and if the server cannot be started.
+
+    Args:
+        workload: the name or factory of the workload, as for `load_workload`.
     """
     server = None
     if (cores := usable_logical_cores()) > 1:
         with suppress(OSError):  # a search will report the error, and a stored plan needs no server
-            server = SearchServer(cores)
+            library = _LIBRARIES.get(workload.partition(":")[0])
+            server = SearchServer(cores, imports=[library] if library else [])
     try:
         yield server
     finally:
