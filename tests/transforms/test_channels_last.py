@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from steadytorch.transforms.base import Applicable
 from steadytorch.transforms.channels_last import ChannelsLast, to_channels_last
@@ -46,10 +47,21 @@ def seen_layouts(model, images):
     return seen
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the older weight_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_run_in_the_layouts_of_a_model_converted_by_hand(dtype):
+@pytest.mark.parametrize(
+    "normed",
+    [
+        lambda layer: layer,
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+    ],
+    ids=["plain", "weight norm", "spectral norm", "older weight norm"],
+)
+def test_layers_run_in_the_layouts_of_a_model_converted_by_hand(dtype, normed):
     def made():
-        one, depthwise = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8)
+        one, depthwise = normed(nn.Conv2d(3, 8, 1)), normed(nn.Conv2d(8, 8, 3, groups=8))
         pooled, squeezed = nn.AdaptiveAvgPool2d(2), nn.Conv2d(8, 4, 2)
         last = nn.Conv2d(4, 4, 1)
         layers = [Windows(), one, Windows(), depthwise, Windows(), pooled, squeezed, last]

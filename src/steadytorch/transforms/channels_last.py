@@ -124,7 +124,9 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(module: nn.Module | None) -> list[torch.Tensor]:
-    return [layer.weight for layer in convolutions(module) if layer.weight.dim() in _FORMATS]
+    """Weights of convolutions, and what parametrizations such as `weight_norm` make them of."""
+    held = (t for layer in convolutions(module) for t in (*layer.parameters(), *layer.buffers()))
+    return [tensor for tensor in held if _is_image(tensor)]
 
 
 def _is_image(tensor: torch.Tensor) -> bool:
