@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("scenario", "size", "seed"), CASES)
 def test_a_fault_leaves_one_outcome_in_time(scenario, size, seed, tmp_path):
     found = run(scenario, size, seed, tmp_path)

@@ -33,7 +33,7 @@ BLOCK = 100
 CALLS = 3
 """Calls before each action and after the last one."""
 MOST_ACTIONS = 2
-SLICE = 40
+SLICE = 60
 """Combinations that run with every test."""
 
 

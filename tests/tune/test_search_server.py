@@ -19,6 +19,7 @@ from steadytorch.tune import search_server
 from steadytorch.tune.search_server import HANDLER, SearchServer, started_in_advance
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
+from steadytorch.workload import sources
 
 THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 PATIENCE_S = 60
@@ -169,6 +170,10 @@ def test_the_library_of_a_named_workload_is_imported_in_advance(
     with started_in_advance(workload):
         pass
     assert asked == [HANDLER.partition(":")[0], *library]
+
+
+def test_each_source_of_named_workloads_has_a_library_to_import_in_advance():
+    assert set(search_server._LIBRARIES) == set(sources.PREFIXES)
 
 
 def test_a_single_core_gets_none_in_advance(scratch, monkeypatch):

@@ -153,12 +153,13 @@ def _transformers(name: str, batch: int, generator: torch.Generator) -> Workload
     vocabulary = getattr(config, "vocab_size", None)
     if main == "input_ids" and isinstance(vocabulary, int):
         return _text(spec, model, config, batch, generator)
-    both = getattr(config, "is_encoder_decoder", False)
-    if main == "pixel_values" and not both:
+    decodes = getattr(config, "is_encoder_decoder", False)
+    if main == "pixel_values" and not decodes:
         return Workload(model, _normal((batch, *_pixels(config)), generator, model), name=spec)
-    if (sound := _sound(main, config)) is not None and (main == "input_features") == both:
-        kwargs = {"decoder_input_ids": _ids(config, batch, generator)} if both else {}
-        return Workload(model, _normal((batch, *sound), generator, model), kwargs, name=spec)
+    # Decoders of spectrograms take text, those of samples take sound.
+    if (sound := _sound(main, config)) and (main == "input_features" or not decodes):
+        inputs = _normal((batch, *sound), generator, model)
+        return Workload(model, inputs, _decoder_text(config, batch, generator), name=spec)
     raise UsageError(
         f"{spec} needs more than one input, or neither text nor images nor sound: {_FACTORY}"
     )
@@ -179,9 +180,13 @@ def _text(
     spec: str, model: nn.Module, config: Any, batch: int, generator: torch.Generator
 ) -> Workload:
     inputs = (_ids(config, batch, generator),)
-    both = config.is_encoder_decoder
-    kwargs = {"decoder_input_ids": _ids(config, batch, generator)} if both else {}
-    return Workload(model, inputs, kwargs, name=spec)
+    return Workload(model, inputs, _decoder_text(config, batch, generator), name=spec)
+
+
+def _decoder_text(config: Any, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The text for a model's decoder as its keyword argument; empty without a decoder."""
+    decodes = getattr(config, "is_encoder_decoder", False)
+    return {"decoder_input_ids": _ids(config, batch, generator)} if decodes else {}
 
 
 def _ids(config: Any, batch: int, generator: torch.Generator) -> torch.Tensor:
