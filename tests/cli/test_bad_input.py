@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -150,6 +152,15 @@ def test_a_file_in_the_store_that_is_no_plan_is_listed_as_such(steady, folder):
     assert (ended.code, ended.err) == (0, "")
     assert "is not a plan" in " ".join(ended.out.split())
     assert "\x1b" not in ended.out
+
+
+@pytest.mark.parametrize("wrong", [("--batch", "x"), ("--nope",)])
+def test_standard_output_is_back_after_a_wrong_option(steady, wrong):
+    before, where = sys.stdout, os.fstat(1)
+    ended = steady("measure", "resnet18", "--json", "-", *wrong)
+    assert (ended.code, ended.out) == (2, "")
+    assert sys.stdout is before
+    assert os.path.samestat(os.fstat(1), where)
 
 
 # -- searches -----------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def _keep_standard_output(ctx: click.Context, option: str) -> None:
     except OSError as error:
         raise UsageError(f"{option} - cannot be written: standard output is closed") from error
     ctx.meta[_KEPT] = kept
-    ctx.with_resource(_all_on_standard_error(kept))
+    # Of the root, as click does not close the context of a command whose other options are wrong.
+    ctx.find_root().with_resource(_all_on_standard_error(kept))
 
 
 @contextlib.contextmanager
