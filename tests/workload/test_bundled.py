@@ -168,20 +168,20 @@ def test_symbolic_trace_keeps_the_output_shape(name):
     assert traced(*meta_inputs(name)).shape == OUTPUT_SHAPES[name]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_models_come_in_eval_mode(seeded):
     _, model = seeded
     assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_the_same_seed_gives_the_same_weights(seeded):
     name, model = seeded
     again = build_seeded(name).state_dict()
     assert all(torch.equal(tensor, again[key]) for key, tensor in model.state_dict().items())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_another_seed_gives_other_weights(seeded):
     name, model = seeded
     other = build_seeded(name, seed=1)
@@ -202,7 +202,7 @@ def test_outputs_are_finite(seeded):
 
 
 @torch.inference_mode()
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 def test_outputs_are_of_a_size_that_half_precision_can_hold(seeded):
     name, model = seeded
     output = model(small_inputs(name))
