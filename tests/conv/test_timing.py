@@ -15,6 +15,7 @@ from steadytorch.conv.timing import (
     Measured,
     WorkThread,
     device_answers,
+    promising,
     record_all,
     take_rounds,
 )
@@ -28,12 +29,12 @@ class Steady(Arm):
         super().__init__(Measured(name), lambda: None)
         self._ns, self._rng = ns, Random(name)
 
-    def block_ns(self, flush: object, lead: object) -> float:
+    def block_ns(self, flush: object, lead: object, repeats: int = 3) -> float:
         return self._rng.gauss(self._ns, 0.005 * self._ns)
 
 
 def taken(stop=lambda: False, incumbent=None):
-    arms: list[Arm] = [Steady("eng1", 1000), Steady("eng2", 1050), Steady("eng3", 2000)]
+    arms: list[Arm] = [Steady("eng1", 1000), Steady("eng2", 1050), Steady("eng3", 1500)]
     take_rounds(arms, None, Random(0), stop, incumbent)
     return {arm.found.choice: len(arm.times_ns) for arm in arms}
 
@@ -81,12 +82,32 @@ def test_what_is_hopeless_runs_once_unless_it_is_shown_or_was_chosen(name, incum
     assert len(slow.times_ns) == rounds
 
 
+@pytest.mark.parametrize("name", [None, ATEN, BENCHMARK, "eng4"])
+def test_an_engine_that_is_hopeless_is_run_once_and_not_recorded(name):
+    """`name` is the slow arm's, or None for an engine that is no incumbent."""
+    slow = Steady(name or "eng4", 1.1 * HOPELESS * 1000)
+    arms = [Steady("eng1", 1000), slow, Steady("eng2", 0.9 * HOPELESS * 1000)]
+    kept = promising(arms, None, name)
+    assert kept == [arm for arm in arms if name or arm is not slow]
+    assert [len(arm.times_ns) for arm in arms] == [0, 0 if name else 1, 0]
+
+
+def test_an_engine_that_raises_when_run_once_is_excluded():
+    class Raising(Steady):
+        def block_ns(self, flush, lead, repeats=3):
+            raise RuntimeError("boom")
+
+    arms: list[Arm] = [Raising("eng1", 1), Steady("eng2", 1000), Steady("eng3", 1500)]
+    assert promising(arms, None) == arms[1:]
+    assert arms[0].found.excluded == "RuntimeError: boom"
+
+
 def orders(seed):
     """The order of the arms in each round."""
     ran: list[str] = []
 
     class Seen(Steady):
-        def block_ns(self, flush, lead):
+        def block_ns(self, flush, lead, repeats=3):
             ran.append(self.found.choice)
             return super().block_ns(flush, lead)
 

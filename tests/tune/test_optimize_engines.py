@@ -39,8 +39,8 @@ with pytest.MonkeyPatch.context() as patch:
     for owner, name in (
         (Session, "search"), (subprocess, "Popen"),
         (choose_all, "choose"), (choose_all, "first_sound"),
-        (choose, "take_rounds"), (choose, "record_all"), (executables, "list_engines"),
-        (engines, "list_engines"),
+        (choose, "take_rounds"), (choose, "record_all"), (choose, "promising"),
+        (executables, "list_engines"), (engines, "list_engines"),
     ):
         patch.setattr(owner, name, forbidden)
     if sys.argv[2] == "optimize":

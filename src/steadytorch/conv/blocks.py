@@ -57,8 +57,10 @@ class Flush:
         self._kept.add_(0)
 
 
-def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead) -> float:
-    """Median time of `REPEATS` runs in ns, each timed between two CUDA events.
+def block_ns(
+    run: Callable[[], Any], flush: Flush | None, lead: Lead, repeats: int = REPEATS
+) -> float:
+    """Median time of `repeats` runs in ns, each timed between two CUDA events.
 
     If the device waited for the host, the block is repeated with a longer delay before the runs, up
     to `TRIES` times.
@@ -67,12 +69,13 @@ def block_ns(run: Callable[[], Any], flush: Flush | None, lead: Lead) -> float:
         run: enqueues the work on the current stream, preferably as one launch.
         flush: called before each run; None for a warm cache.
         lead: called before the block; share one among all blocks that are compared.
+        repeats: number of runs.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(TRIES):
         lead()
         pairs, is_late = [], False
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             if flush is not None:
                 flush()
             begin = torch.cuda.Event(enable_timing=True)

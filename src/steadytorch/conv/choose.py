@@ -1,7 +1,7 @@
 """Choose convolution engines by measurement on the target device.
 
-All permitted engines are built, verified and warmed up. The permitted engines and PyTorch's own
-convolutions are timed in random order, and slow engines drop out early.
+All permitted engines are built, verified and run once. Those that are not far behind, and PyTorch's
+own convolutions, are timed in random order, and slow engines drop out early.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from steadytorch.conv.timing import (
     Measured,
     barred,
     by_pytorch,
+    promising,
     record_all,
     take_rounds,
 )
@@ -54,7 +55,8 @@ class ChoiceOptions(msgspec.Struct, frozen=True):
         seconds: time limit for one problem. After half of it, no more engines are built; at its
             end, no more rounds are run. Work in progress is finished.
         seed: seed of operands and order.
-        other_half: whether fp16 may be tried instead of bf16, with the result converted back. Only
+        other_half: whether fp16 may be tried instead of bf16 where the input has fewer than 8
+            channels, with the result converted back. Elsewhere it was never the fastest. Only
             the error on random operands of about 1 is verified here. The caller must check that the
             network's values are in the range of fp16 (see `headroom`).
         padded: whether input channels and weights may be padded; False if weights change.
@@ -108,7 +110,7 @@ def choose(
     flush = Flush(device, given.first) if options.cold else None
     deadline = start + options.seconds
     before = None if incumbent is None else str(incumbent)
-    recorded = record_all(arms)
+    recorded = record_all(promising(arms, flush, before))
     take_rounds(recorded, flush, rng, lambda: time.perf_counter() > deadline, before)
     found = [arm.summary() for arm in arms]
     excluded.extend(m for m in found if m.excluded is not None)
@@ -167,13 +169,13 @@ def variants(problem: ConvProblem, options: ChoiceOptions) -> Iterator[tuple[Con
     """Yield the problem and variants of it that compute the same result.
 
     An input with fewer than 8 channels is also padded to 4 and 8 channels, for which cuDNN has
-    other engines. A bf16 problem is also tried in fp16 if `options.other_half` is set.
+    other engines. With `options.other_half`, such a problem in bf16 is also tried in fp16.
     """
+    few = problem.input[1] < 8 and problem.groups == 1 and problem.operation == "fprop"
     numbers: list[Any] = [None]
-    if options.other_half and problem.number == "bf16":
+    if few and options.other_half and problem.number == "bf16":
         numbers.append("fp16")
     channels: list[int | None] = [None]
-    few = problem.input[1] < 8 and problem.groups == 1 and problem.operation == "fprop"
     if options.padded and few and problem.layout == "last" and problem.number != "fp32":
         channels.extend(c for c in (4, 8) if c > problem.input[1])
     for number in numbers:
