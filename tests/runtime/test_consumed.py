@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import ctypes
 import io
 import itertools
@@ -144,11 +145,67 @@ def test_what_a_call_changes_is_the_same_with_a_plan(kind, name):
     assert calls.get("tuned", 0) <= 1
 
 
+class Meta(type):
+    factor = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    """A class that has an attribute of its metaclass only."""
+
+
+FACTORS = {
+    "number": 1.0,
+    "list": [1.0],
+    "deque": collections.deque([1.0]),
+    "set": {1.0},
+    "nested": [{"a": [1.0]}],
+    "object": Plain(),
+}
+FACTOR = 1.0
+VARIABLE = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+def factor_of(kind):
+    return FACTORS[kind]
+
+
+def global_factor():
+    return FACTOR
+
+
+def called(read):
+    """A function that calls a function that calls `read`."""
+
+    def inner():
+        return read()
+
+    return lambda held: inner()
+
+
 READ = {
     "environ": lambda held: float(os.environ.get("FACTOR", "1")),
     "getenv": lambda held: float(os.getenv("FACTOR", "1")),
     "class": lambda held: Plain.count,
+    "metaclass": lambda held: OfMeta.factor,
+    "context variable": lambda held: VARIABLE.get(),
+    "environ in a function": called(lambda: float(os.environ.get("FACTOR", "1"))),
+    "global in a function": called(global_factor),
+    "dictionary in a function": called(lambda: factor_of("number")),
+    "list in a function": called(lambda: factor_of("list")[0]),
+    "deque in a function": called(lambda: factor_of("deque")[0]),
+    "set in a function": called(lambda: next(iter(factor_of("set")))),
+    "nested containers in a function": called(lambda: factor_of("nested")[0]["a"][0]),
+    "object in a function": called(lambda: factor_of("object").count),
 }
+
+
+def set_factor(factor):
+    global FACTOR
+    FACTOR = FACTORS["number"] = FACTORS["object"].count = Meta.factor = factor
+    FACTORS["list"][0] = FACTORS["deque"][0] = FACTORS["nested"][0]["a"][0] = factor
+    FACTORS["set"].clear()
+    FACTORS["set"].add(factor)
+    VARIABLE.set(factor)
 
 
 @pytest.mark.sampled(every=5)
@@ -164,8 +221,10 @@ def test_what_a_call_reads_may_change_between_calls(kind, name, monkeypatch):
     if kind == "class of the model":
         model.forward = lambda x: model.norm(model.convolution(x)) * Scaled.rate
     x = torch.randn(2, 3, 8, 8)
+    set_factor(1.0)
     tuned = TunedModule(model, always(SERVED[name]))
     for factor in (1.0, 1.0, 3.0, 5.0):
+        set_factor(factor)
         monkeypatch.setenv("FACTOR", str(factor))
         monkeypatch.setattr(Plain, "count", factor)
         monkeypatch.setattr(Scaled, "rate", factor)

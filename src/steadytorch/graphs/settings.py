@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class Settings:
         values = [holder.get(name) for holder, name in self._places]
         values += self.read.values()
         for each in self.read.lists:
-            values += [len(each), *each[:MOST_ITEMS]]
+            values += [len(each), *islice(each, MOST_ITEMS)]
         values += [dict(each) for each in self.read.mappings]
         return list(map(_comparable, values))
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dis
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cache, partial
-from inspect import getattr_static
-from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from inspect import getattr_static, getmro
+from itertools import chain, islice
+from operator import itemgetter
+from sysconfig import get_path
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -65,7 +77,7 @@ class Reads:
     Attributes:
         places: mappings with the names of watched entries.
         cells: cells of closures.
-        lists: lists whose items are watched.
+        lists: lists, deques and sets whose items are watched.
         mappings: dictionaries that are watched as a whole: the environment of the process.
         modules: modules, each the root of a tree.
     """
@@ -73,26 +85,54 @@ class Reads:
     def __init__(self) -> None:
         self.places = list[tuple[Mapping[str, Any], str]]()
         self.cells = list[CellType]()
-        self.lists = list[list[Any]]()
+        self.lists = list[Any]()
         self.mappings = list[dict[Any, Any]]()
         self.modules = list[nn.Module]()
-        self._seen = set[tuple[int, frozenset[str]]]()
+        self._seen = dict[tuple[int, frozenset[str]], int]()
+        self._watched = set[int]()
         self._known = set[tuple[int, str]]()
         self._of_class = dict[type, tuple[FunctionType, ...]]()
-        self._methods = set[tuple[int, int]]()
+        self._methods = dict[tuple[int, int], int]()
         self._spaces = dict[type, Mapping[str, Any]]()
         self._owners = dict[int, type]()
         self._alive = list[Any]()  # so that no id is used twice
+        self._groups = list[tuple[Callable[[Any], Any], Mapping[str, Any], list[str]]]()
+        self._others = list[tuple[Callable[..., Any], str]]()
+        self._gotten = 0
 
     def __bool__(self) -> bool:
         return bool(self.places or self.cells or self.mappings)
 
     def values(self) -> list[Any]:
         """The current values at the places and in the cells."""
-        return [
-            *(holder.get(name, _ABSENT) for holder, name in self.places),
-            *_contents(self.cells),
+        if self._gotten != len(self.places):
+            self._group()
+        values: list[Any] = []
+        for getter, holder, names in self._groups:
+            try:
+                values += getter(holder)
+            except KeyError:
+                values += [holder.get(name, _ABSENT) for name in names]
+        values += [get(name, _ABSENT) for get, name in self._others]
+        return values + _contents(self.cells)
+
+    def _group(self) -> None:
+        """Sort the places by mapping, since reading several entries of one at a time is faster."""
+        found = dict[int, tuple[Mapping[str, Any], list[str]]]()
+        for holder, name in self.places:
+            found.setdefault(id(holder), (holder, []))[1].append(name)
+        # Other mappings may make the entries that they lack.
+        several = [
+            (holder, names)
+            for holder, names in found.values()
+            if len(names) > 1 and type(holder) in (dict, MappingProxyType)
         ]
+        grouped = {id(holder) for holder, _ in several}
+        others = [place for place in self.places if id(place[0]) not in grouped]
+        self.places = [(holder, name) for holder, names in several for name in names] + others
+        self._groups = [(itemgetter(*names), holder, names) for holder, names in several]
+        self._others = [(holder.get, name) for holder, name in others]
+        self._gotten = len(self.places)
 
     def held(self) -> list[Any]:
         """`values`, and the watched lists and dictionaries themselves."""
@@ -108,7 +148,7 @@ class Reads:
                 setattr(kind, name, value)
             elif value is _ABSENT and isinstance(holder, dict):
                 holder.pop(name)
-            elif isinstance(holder, (dict, Slots)):
+            elif isinstance(holder, (dict, Slots, Variable)) and value is not _ABSENT:
                 holder[name] = value
         for cell, value in zip(self.cells, following, strict=False):
             if _content(cell) is not value:
@@ -129,13 +169,17 @@ class Reads:
             return
         # Code may read other attributes of an object than earlier code did.
         mark = id(value), frozenset[str]() if isinstance(value, FunctionType) else names
-        if mark in self._seen or _is_library(value):
+        if self._seen.get(mark, -1) >= depth or _is_library(value):
             return
-        self._seen.add(mark)
-        self._alive.append(value)
-        if isinstance(value, nn.Module):
-            self.modules.append(value)
-        elif isinstance(value, FunctionType):
+        if id(value) not in self._watched:
+            self._watched.add(id(value))
+            self._watch(value)
+        self._seen[mark] = depth
+        if not isinstance(value, nn.Module | ContextVar):
+            self._search(value, names, depth)
+
+    def _search(self, value: Any, names: frozenset[str], depth: int) -> None:
+        if isinstance(value, FunctionType):
             self._function(value, names, depth)
         elif isinstance(value, MethodType):
             self._method(value.__self__, value.__func__, depth)
@@ -143,10 +187,22 @@ class Reads:
             self._entries(value.keywords, value.keywords, names, depth)
             for each in (value.func, *value.args):
                 self.look(each, names, depth)
-        elif isinstance(value, dict | list | tuple):
+        elif isinstance(value, dict | list | tuple | deque | set | frozenset):
             self._container(value, names, depth)
         else:
             self._object(value, names, depth)
+
+    def _watch(self, value: Any) -> None:
+        """Watch what belongs to the value itself, whatever the depth at which it was found."""
+        self._alive.append(value)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif isinstance(value, FunctionType):
+            self.cells += value.__closure__ or ()
+        elif isinstance(value, list | deque | set):
+            self.lists.append(value)
+        elif isinstance(value, ContextVar):
+            self.places.append((Variable(value), "value"))
 
     def forward(self, module: nn.Module) -> None:
         """Search what a module's `forward` reads, apart from values that are its attributes."""
@@ -157,30 +213,27 @@ class Reads:
             self._of_class[kind] = _methods(kind)
         methods = self._of_class[kind]
         for method in methods:
-            self.look(method, depth=1)
+            self.look(method)
         held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
         computes = any("getattr" in _names(each)[0] for each in methods)
         names = names.union(*(_names(each)[1] for each in _helpers(methods, names, held)))
         for name in (names & held.keys()) - OF_MODULES:
             if not isinstance(held[name], nn.Module):
-                self.look(held[name], _ANY if computes else names, depth=1)
-        self._classes(kind, names - OF_MODULES, depth=1)
+                self.look(held[name], _ANY if computes else names)
+        self._classes(kind, names - OF_MODULES, _DEPTH)
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
             keys = islice((key for key in value if isinstance(key, str)), MOST_ITEMS)
             self._entries(value, list(keys), names, depth)
             return
-        if isinstance(value, list):
-            self.lists.append(value)
-        for each in value[:MOST_ITEMS]:
+        for each in islice(value, MOST_ITEMS):
             self.look(each, names, depth - 1)
 
     def _function(self, function: FunctionType, names: frozenset[str], depth: int) -> None:
         read, attributes = _names(function)
         own = [name for name in vars(function) if name in attributes | names]
         self._entries(vars(function), own, attributes, depth - 1)
-        self.cells += function.__closure__ or ()
         held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
         for each in held:
             self.look(each, attributes, depth - 1)
@@ -212,7 +265,9 @@ class Reads:
     def _classes(self, kind: type, names: frozenset[str], depth: int) -> set[str]:
         """Search what user-defined classes hold under these names, methods apart; returns those."""
         found = set[str]()
-        for each in (known for known in kind.__mro__ if not _is_library(known)):
+        for each in chain(getmro(kind), getmro(type(kind))):
+            if _is_library(each):
+                continue
             space = self._spaces.setdefault(each, vars(each))  # each `vars` is another object
             self._owners[id(space)] = each
             data = {name for name in names & space.keys() if not _is_code(space[name])}
@@ -223,9 +278,10 @@ class Reads:
     def _method(self, value: Any, found: Any, depth: int) -> None:
         """Search a method that the code calls, or a property that it reads."""
         method = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if not isinstance(method, FunctionType) or (id(value), id(method)) in self._methods:
+        mark = id(value), id(method)
+        if not isinstance(method, FunctionType) or self._methods.get(mark, -1) >= depth:
             return
-        self._methods.add((id(value), id(method)))
+        self._methods[mark] = depth
         if depth >= 0 and not _is_library(method):
             self._alive.append(value)
             self._object(value, _names(method)[1], depth)
@@ -272,6 +328,28 @@ class Slots(Mapping[str, Any]):
         return len(self._names)
 
 
+class Variable(Mapping[str, Any]):
+    """A context variable as a mapping with one entry, which is absent while it has no value."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._variable.get()
+        except LookupError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variable.set(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["value"])
+
+    def __len__(self) -> int:
+        return 1
+
+
 def _methods(kind: type) -> tuple[FunctionType, ...]:
     """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
     found, names, waiting = list[FunctionType](), set[str](), ["forward"]
@@ -312,16 +390,25 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_library(value: Any) -> bool:
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or value is os.getenv:
         return False
     if isinstance(value, ModuleType):
-        module = value.__name__
-    else:
-        holder = value if isinstance(value, type | FunctionType | MethodType) else type(value)
-        module = getattr(holder, "__module__", None) or ""
-        if isinstance(value, partial | dict | list | tuple | MethodType):
-            return False
-    return module.partition(".")[0] in _LIBRARIES
+        return value.__name__.partition(".")[0] in _LIBRARIES
+    holder = value if isinstance(value, type | FunctionType | MethodType) else type(value)
+    module = getattr(holder, "__module__", None) or ""
+    if isinstance(value, partial | MethodType | dict | list | tuple | deque | set | frozenset):
+        return False
+    is_code = isinstance(value, type | FunctionType)
+    return module.partition(".")[0] in _LIBRARIES or (is_code and _is_standard(module))
+
+
+@cache
+def _is_standard(module: str) -> bool:
+    """Whether a module is Python's, and not a user's of the same name."""
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is None or file.startswith(get_path("stdlib"))
 
 
 @cache
