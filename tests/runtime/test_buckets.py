@@ -190,12 +190,12 @@ def test_verification_happens_once_per_bucket():
     calls = []
     buckets = Buckets({"batch": [4, 8]}, lambda x: calls.append(len(x)) or x + 1)
     buckets.fit((torch.randn(3),), {})
-    assert calls == [3, 4, 4, 4]
+    assert calls == [3, 4, 4, 4, 4]
     for size in (1, 2, 3):
         buckets.fit((torch.randn(size),), {})
-    assert len(calls) == 4
+    assert len(calls) == 5
     buckets.fit((torch.randn(5),), {})
-    assert calls[4:] == [5, 8, 8, 8]
+    assert calls[5:] == [5, 8, 8, 8, 8]
 
 
 def test_constants_of_the_call_are_part_of_what_was_verified():

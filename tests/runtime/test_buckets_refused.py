@@ -37,6 +37,16 @@ def test_a_model_that_mixes_rows_is_refused(mixing, x):
     assert "padding changes the results" in _refusal({"batch": [8]}, mixing, x)
 
 
+@pytest.mark.parametrize("rows", [3, 7])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("mixing", [lambda x: x - x.amax(0), lambda x: x - x.amin(0)])
+def test_a_maximum_or_minimum_is_refused_for_any_numbers(mixing, sign, rows):
+    for seed in range(50):
+        torch.manual_seed(seed)
+        x = sign * (torch.rand(rows, 1) + 1)
+        assert "padding changes the results" in _refusal({"batch": [8]}, mixing, x)
+
+
 def test_batch_norm_in_training_is_refused_and_its_statistics_left_alone():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -63,15 +63,16 @@ class _Unverifiable(_Refused):
 class Buckets:
     """Pads inputs to the next larger bucket, after verifying that padding keeps the results.
 
-    The first use of a bucket verifies it with four or more calls of the untouched model.
+    The first use of a bucket verifies it with five or more calls of the untouched model.
     Verification runs on copies of the inputs and buffers, and restores random state; forward hooks
     of the model run too.
 
     1. Each dimension is padded alone, to find the output dimensions that change with its size.
     2. All dimensions are padded together. The outputs, cut to the unpadded sizes, must equal those
        of an unpadded call in shape, type and values (class `same`).
-    3. Floating-point inputs without a declared `pad` are padded with random values too, because
-       zeros would not reveal a maximum over the batch. A declared `pad` is never replaced by random
+    3. Floating-point inputs without a declared `pad` are padded with random values too, beyond the
+       inputs' largest and below their smallest, because zeros would not reveal a maximum or minimum
+       over the batch. A declared `pad` is never replaced by random
        values, since it has a meaning for the model, as in an attention mask.
 
     A bucket that fails verification is refused with the reason. Typical causes of refusal are
@@ -130,12 +131,12 @@ class Buckets:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         sizes: Sizes,
-        noise: bool = False,
+        noise: int = 0,
     ) -> Arguments:
         """Pads inputs along the dimensions in `sizes`.
 
         With `noise`, floating-point inputs without a declared padding value are padded with random
-        values, which shows whether padding changes the outputs.
+        values of that sign, 1 or -1, which shows whether padding changes the outputs.
         """
         dimensions = [d for d in self._dimensions if d.name in sizes]
 
@@ -147,7 +148,8 @@ class Buckets:
                     value = dimension.value_for(place)
                     if value is None and not (noise and tensor.is_floating_point()):
                         value = 0
-                    extensions.append(Extension(index, sizes[dimension.name][1], value))
+                    size = sizes[dimension.name][1]
+                    extensions.append(Extension(index, size, value, noise or 1))
             if extensions and tensor.layout != torch.strided:
                 raise _Refused("an input to be padded is not a dense tensor")
             return extended(tensor, extensions) if extensions else tensor
@@ -222,7 +224,7 @@ class Buckets:
                 cuts += _following_dimensions(expected, found, name, size)
             _refuse_shared(cuts)
             limit = bound("same", self._model, given)
-            for noise in (False, True):
+            for noise in (0, 1, -1):
                 found = _run(model, self._padded(*given, sizes, noise))
                 # strides=False: cut outputs may keep the strides of the bucket.
                 fault = disagreement(_cut(cuts, sizes, found), expected, limit, strides=False)

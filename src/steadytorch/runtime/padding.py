@@ -149,17 +149,20 @@ class Extension(msgspec.Struct, frozen=True):
         dim: its index, not negative.
         size: the new size.
         value: the value of new elements; None to draw them at random.
+        sign: the sign of all random values, 1 or -1.
     """
 
     dim: int
     size: int
     value: Number | None
+    sign: int = 1
 
 
 def extended(tensor: torch.Tensor, extensions: Sequence[Extension]) -> torch.Tensor:
     """Pads a tensor at the end of the given dimensions; returns new memory in the same format.
 
-    Random padding values are normally distributed and scaled by the tensor's largest magnitude.
+    Random padding values are larger in magnitude than all of the tensor's, so that they show in any
+    maximum, or with a negative sign in any minimum.
 
     Args:
         tensor: a dense tensor.
@@ -177,7 +180,7 @@ def extended(tensor: torch.Tensor, extensions: Sequence[Extension]) -> torch.Ten
             rest.fill_(extension.value)
         else:
             largest = tensor.detach().abs().amax() if tensor.numel() else 0.0
-            rest.normal_().mul_(largest + (largest == 0))
+            rest.normal_().abs_().add_(1).mul_(extension.sign * (largest + (largest == 0)))
         front = front.narrow(extension.dim, 0, size)
     front.copy_(tensor)
     return grown
