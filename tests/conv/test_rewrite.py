@@ -161,7 +161,7 @@ def test_the_models_own_tensors_are_not_written_to():
     ],
 )
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=4)
 def test_networks_keep_their_results(name, fused, last):
     workload = load_workload(name, batch=1)
     model, (x,) = randomised(workload.model), workload.inputs

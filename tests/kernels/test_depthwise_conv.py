@@ -306,7 +306,7 @@ def test_only_the_gradients_asked_for_are_computed():
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 def test_pytorch_finds_the_operator_well_formed(needs_grad, biased, last):
     x, weight, bias = ordinary(dtype=torch.float64, biased=biased, last=last)
     arguments = (x.requires_grad_(needs_grad), weight, bias, [2, 2], [1, 1], [1, 1], "hardswish")

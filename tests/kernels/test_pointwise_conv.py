@@ -250,7 +250,7 @@ def test_only_the_gradients_asked_for_are_computed():
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 1)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("parts", ["", "bgo"])
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 def test_pytorch_finds_the_operator_well_formed(shape, layout, parts):
     x, weight, bias, gate, other = operands(shape, 6, torch.float32, layout, parts)
     x.requires_grad_()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.state import State
 from steadytorch.workload.contents import contents, memory_of, same, version
 
 from .conftest import always, answer, calls_as_untouched
@@ -199,8 +200,17 @@ READ = {
 }
 
 
-def set_factor(factor):
+@pytest.fixture
+def set_factor(monkeypatch):
+    yield partial(_set_factor, monkeypatch)
+    _set_factor(monkeypatch, 1.0)
+
+
+def _set_factor(monkeypatch, factor):
     global FACTOR
+    monkeypatch.setenv("FACTOR", str(factor))
+    monkeypatch.setattr(Plain, "count", factor)
+    monkeypatch.setattr(Scaled, "rate", factor)
     FACTOR = FACTORS["number"] = FACTORS["object"].count = Meta.factor = factor
     FACTORS["list"][0] = FACTORS["deque"][0] = FACTORS["nested"][0]["a"][0] = factor
     FACTORS["set"].clear()
@@ -208,11 +218,22 @@ def set_factor(factor):
     VARIABLE.set(factor)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("kind", READ)
+def test_a_change_of_what_a_call_reads_is_a_change_of_the_model(kind, set_factor):
+    model = Scaled(None, READ[kind]).eval()
+    set_factor(1.0)
+    state = State([model])
+    model(torch.randn(2, 3, 8, 8))
+    assert not state.changed()
+    set_factor(3.0)
+    assert state.changed()
+
+
+@pytest.mark.sampled(every=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("kind", [*READ, "class of the model"])
-def test_what_a_call_reads_may_change_between_calls(kind, name, monkeypatch):
+def test_what_a_call_reads_may_change_between_calls(kind, name, set_factor):
     if name == "onnxruntime":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed here")
     torch.manual_seed(0)
@@ -225,9 +246,6 @@ def test_what_a_call_reads_may_change_between_calls(kind, name, monkeypatch):
     tuned = TunedModule(model, always(SERVED[name]))
     for factor in (1.0, 1.0, 3.0, 5.0):
         set_factor(factor)
-        monkeypatch.setenv("FACTOR", str(factor))
-        monkeypatch.setattr(Plain, "count", factor)
-        monkeypatch.setattr(Scaled, "rate", factor)
         close = {"rtol": 0.05, "atol": 0.05 * factor}
         torch.testing.assert_close(answer(tuned, x), answer(model, x), **close)
 

@@ -70,10 +70,10 @@ class Buckets:
     1. Each dimension is padded alone, to find the output dimensions that change with its size.
     2. All dimensions are padded together. The outputs, cut to the unpadded sizes, must equal those
        of an unpadded call in shape, type and values (class `same`).
-    3. Floating-point inputs without a declared `pad` are padded with random values too, beyond the
-       inputs' largest and below their smallest, because zeros would not reveal a maximum or minimum
-       over the batch. A declared `pad` is never replaced by random
-       values, since it has a meaning for the model, as in an attention mask.
+    3. Floating-point inputs without a declared `pad` are padded with random values too, above the
+       inputs' largest and below their smallest, because zeros would not reveal every maximum or
+       minimum over the batch. A declared `pad` is never replaced by random values, since it has a
+       meaning for the model, as in an attention mask.
 
     A bucket that fails verification is refused with the reason. Typical causes of refusal are
     statistics, softmax or mean over the batch, and randomness. Each bucket is verified once, not
