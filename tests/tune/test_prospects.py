@@ -5,6 +5,7 @@ import math
 import pytest
 from simulated import ATTENTION, BENCHMARK, BF16, COMPILED, EAGER, FOLD, GRAPH, LAYOUT
 
+from steadytorch.transforms.compile import Compile
 from steadytorch.transforms.onnxruntime import OnnxRuntime
 from steadytorch.transforms.openvino import OpenVino
 from steadytorch.tune.prospects import ENOUGH, Prospects
@@ -82,6 +83,15 @@ def test_another_mode_of_the_compiler_promises_less_than_the_first():
     before = timed({}).expected_gain([(FROZEN,)])
     after = timed({FROZEN: 0.5}, (FROZEN,)).expected_gain([(PLAIN,), (TREES,)])
     assert 0 < after < 0.6 * before
+
+
+def test_tuning_the_kernels_of_the_leader_promises_little():
+    prospects = timed({FROZEN: 0.5}, (FROZEN,))
+    modes = [Compile.Parameters(mode, True) for mode in ("coordinate-descent", "max-autotune")]
+    descent, autotune = (Compile(mode).spec for mode in modes)
+    assert 0 < prospects.expected_gain([(descent,), (autotune,)]) < 2 * ENOUGH
+    assert prospects.expected_gain([(PLAIN,)]) > 3 * ENOUGH
+    assert prospects.expected_gain([(LAYOUT, descent)]) > 5 * ENOUGH
 
 
 def test_predictions_that_came_true_shrink_what_is_expected():

@@ -109,6 +109,11 @@ class Transform(ABC):
         return self.name
 
     @property
+    def untuned(self) -> Any:
+        """The parameters of the variant whose kernels this one only configures anew; or its own."""
+        return self.parameters
+
+    @property
     def takes_half_only(self) -> bool:
         """Whether the transform needs 16-bit inputs, from workload or another transform."""
         return False

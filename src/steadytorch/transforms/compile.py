@@ -36,6 +36,7 @@ from steadytorch.workload.workload import Workload
 # Without Inductor's own CUDA graphs, max-autotune composes with cuda_graph.
 _MODES = {"max-autotune": "max-autotune-no-cudagraphs"}
 _FOR_GPUS = ("coordinate-descent", "reduce-overhead")
+_TUNING = ("coordinate-descent", "max-autotune")
 _HOOKED = "the model has hooks, and the next call would overwrite the tensors they keep"
 
 
@@ -80,6 +81,13 @@ class Compile(Transform):
             return (Claim.CAPTURE,)
         # max-autotune reads it by PyTorch's older API, which raises once `tf32` used the newer one.
         return (Claim.FLOAT32_PRECISION,) if self.parameters.mode == "max-autotune" else ()
+
+    @property
+    def untuned(self) -> Any:
+        """The default mode, if this one only tunes its kernels."""
+        if self.parameters.mode not in _TUNING:
+            return self.parameters
+        return msgspec.structs.replace(self.parameters, mode="default")
 
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
