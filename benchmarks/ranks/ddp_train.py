@@ -4,10 +4,11 @@
 
 torchrun starts one process per GPU. Each option trains the same weights; batches differ from
 rank to rank. After 200 steps the parameters of all ranks are compared bit by bit. Then all
-options are timed in blocks, in the same random order on all ranks. Options: DDP in bf16
-autocast with channels last and a fused optimizer; that compiled; the whole step as one CUDA
-graph over it, as PyTorch's notes on CUDA graphs show it; and `plan.step` with fixed
-transforms, without a search.
+options are timed in blocks, in the same random order on all ranks. At last each is profiled, and
+its ranks are compared as by `steady explain`; once more with a rank that sleeps in each step of the
+first option. Options: DDP in bf16 autocast with channels last and a fused optimizer; that compiled;
+the whole step as one CUDA graph over it, as PyTorch's notes on CUDA graphs show it; and `plan.step`
+with fixed transforms, without a search.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rivals"))
 STEPS = 200
 BLOCK, BLOCKS = 25, 5
 WARM_UP = 12
+PROFILED = 12
+LATE, SLEEP_S = 1, 0.02
+"""The rank that sleeps, and for how long in each step."""
 DEADLINE = "STEADYTORCH_RANKS_DEADLINE"
 OURS = "steadytorch: graph(step), compiled"
 OURS_EAGER = "steadytorch: graph(step), eager code"
@@ -198,6 +204,58 @@ def _all_ready(error: str | None) -> str | None:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), None)
 
 
+def _stragglers(step: Callable[[], Any], rank: int, sleep_s: float = 0.0) -> dict[str, Any] | None:
+    """What `steady explain` says of the ranks over profiled steps; None on ranks other than 0."""
+    import torch.distributed as dist
+    from torch.profiler import profile, schedule
+
+    import steadytorch as steady
+
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0])
+    steps = schedule(wait=2, warmup=2, active=PROFILED, repeat=1)
+
+    def keep(profiler: Any) -> None:
+        profiler.export_chrome_trace(str(path / f"rank{rank}.json"))
+
+    with profile(schedule=steps, on_trace_ready=keep) as profiler:
+        for _ in range(4 + PROFILED):
+            if rank == LATE:
+                time.sleep(sleep_s)
+            step()
+            profiler.step()
+    dist.barrier()
+    found = None
+    if rank == 0:
+        try:
+            compared: Any = steady.explain(sorted(path.glob("rank*.json")))
+            found = {
+                "late": [(each.rank, each.slice, each.late_ns) for each in compared.late],
+                "variance_shares": compared.variance_shares,
+                "why_no_variance_shares": compared.why_no_variance_shares,
+                "waiting_ns": [each.waiting_ns for each in compared.ranks],
+                "transfer_ns": [each.transfer_ns for each in compared.ranks],
+                "step_ns": [each.step_ns for each in compared.ranks],
+                "remarks": compared.remarks,
+            }
+        except Exception as failure:
+            found = {"failed": f"{type(failure).__name__}: {failure}"[:400]}
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    return found
+
+
+def _add_stragglers(
+    steps: dict[str, Callable[[], Any]], rows: dict[str, dict[str, Any]], rank: int
+) -> None:
+    for option, step in steps.items():
+        rows[option]["stragglers"] = _stragglers(step, rank)
+    first = next(iter(BY_HAND))
+    if first in steps:
+        rows[first]["with_a_late_rank"] = _stragglers(steps[first], rank, SLEEP_S)
+
+
 def _setting(name: str) -> Any:
     """The workload of `rivals`; without torchvision or transformers, one of the same size."""
     import torch
@@ -298,6 +356,7 @@ def run(name: str, skip: list[str], rank: int, tell: Callable[[str], None]) -> l
         if tuned is not None:
             rows[option]["report"] = msgspec.to_builtins(tuned.report())
     torch.cuda.synchronize()
+    _add_stragglers({option: step for option, (step, _) in live.items()}, rows, rank)
     return list(rows.values())
 
 
@@ -362,18 +421,30 @@ def _document(args: argparse.Namespace, size: int) -> tuple[dict[str, Any], Path
 
 def _table(name: str, rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| workload | option | ms a step | p99/median | equal | loss |",
-        "|---|---|---|---|---|---|",
+        "| workload | option | ms a step | p99/median | equal | loss | late rank |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if "median_ms" not in row:
-            lines.append(f"| {name} | {row['option']} | {row['failed'][:120]} | | | |")
+            lines.append(f"| {name} | {row['option']} | {row['failed'][:120]} | | | | |")
             continue
         lines.append(
             f"| {name} | {row['option']} | {row['median_ms']:.2f} | {row['p99_over_median']:.3f} | "
-            f"{row['parameters_equal']} | {row['loss']:.3f} |"
+            f"{row['parameters_equal']} | {row['loss']:.3f} | {_late(row['stragglers'])} |"
         )
+        if "with_a_late_rank" in row:
+            lines.append(
+                f"| {name} | the same, rank {LATE} sleeps {1e3 * SLEEP_S:.0f} ms a step | | | | | "
+                f"{_late(row['with_a_late_rank'])} |"
+            )
     return lines
+
+
+def _late(found: dict[str, Any] | None) -> str:
+    if found is None or "failed" in found:
+        return (found or {}).get("failed", "")[:80]
+    late = [f"{rank} by {ns / 1e6:.1f} ms, {where}" for rank, where, ns in found["late"]]
+    return "; ".join(late) or "none"
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class TuneReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
             Empty for a stored plan.
         devices_left_out: device to the reason why it was left out.
         timed_on: candidate to the device whose untouched workload it was screened against, where
-            that is not the first device.
+            that is not the first of `devices`.
     """
 
     chosen: tuple[str, ...]

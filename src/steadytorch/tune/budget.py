@@ -52,7 +52,6 @@ class Budget:
         overtime_s: seconds granted beyond the budget.
         fastest_ns: iteration time of the fastest candidate; None until one has been timed.
         finalists: number of candidates that would be in the final race now.
-        moving_s: expected seconds to set finalists of further devices up on the first one.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Budget:
         self.shape = BlockShape(5, 1e6)
         self.fastest_ns: float | None = None
         self.finalists = 0
-        self.moving_s = 0.0
         self._now, self._start = now, now() if began is None else began
 
     def spent(self) -> float:
@@ -123,7 +121,7 @@ class Budget:
             untouched = self.shape.iteration_ns <= NEAR * self.fastest_ns
             arms = min(self.finalists + 1, KEEP) + untouched
             race_s = LOOKS[0] * arms * fast.expected_s
-        needed_s = race_s + self.moving_s + self.confirmation_s()
+        needed_s = race_s + self.confirmation_s()
         return min(needed_s, CLAIM * self.seconds)
 
     def _fast(self) -> BlockShape:

@@ -17,7 +17,6 @@ from steadytorch.tune.budget import (
     KEEP,
     NEAR,
     SCREEN_BLOCKS,
-    START_S,
     Budget,
     compiler_options,
 )
@@ -37,7 +36,7 @@ class CandidatePool:
     Blocks of candidates are interleaved with blocks of the untouched workload on the same device.
     To rank candidates across devices, their times are scaled by the untouched workload's time on
     the first device over that on their own device. The reported speedup does not depend on the
-    ranking across devices.
+    ranking across devices: it is measured on the leader's device.
 
     Args:
         options: the user's options.
@@ -90,7 +89,6 @@ class CandidatePool:
             )
         self._budget.fastest_ns = self.screened_ns(self.leader())
         self._budget.finalists = len(self.finalists())
-        self._budget.moving_s = self._moving_s()
         for trial in (trial for trial in fresh if trial in self.trials):
             if trial.ok:
                 self._watcher.timed(describe(trial.candidate), self.screened_ns(trial))
@@ -196,21 +194,12 @@ class CandidatePool:
             return 1.0
         return self.baseline.screened_ns / untouched.screened_ns
 
-    def away(self) -> list[LiveTrial]:
-        """Finalists that were timed on a device other than the first."""
-        return [t for t in self.finalists() if t.device != self.baseline.device]
-
-    def leave_further(self) -> None:
-        """Ends all workers on devices other than the first; their trials leave the final race."""
-        first = self.baseline.device
-        elsewhere = [trial for trial in self.alive() if trial.device != first]
-        for trial in [*self.further.values(), *elsewhere]:
-            trial.worker.close()
-
-    def _moving_s(self) -> float:
-        """Expected seconds to set up the finalists of other devices on the first device."""
-        moved = [trial.set_up.setup_s for trial in self.away() if trial.set_up]
-        return START_S + max(moved) if moved else 0.0
+    def move_to_leader(self) -> None:
+        """Makes the untouched workload on the leader's device the baseline."""
+        device, before = self.leader().device, self.baseline
+        if device in self.further:
+            self.trials[0] = self.further.pop(device)
+            self.further[before.device] = before
 
     def screening_s(self, fresh: Sequence[LiveTrial], blocks: int = SCREEN_BLOCKS) -> float:
         """Seconds to screen new trials beside the trials still alive; 0 without new ones.
@@ -298,8 +287,8 @@ class CandidatePool:
         return self._near(ranked)[:KEEP]
 
     def racing(self) -> list[LiveTrial]:
-        """Arms of the final race: the finalists, and the untouched workload unless far behind."""
-        finalists = self.finalists()
+        """Arms of the final race: the baseline's device's finalists, and it unless far behind."""
+        finalists = [t for t in self.finalists() if t.device == self.baseline.device]
         far = finalists and self._score(self.baseline) > NEAR * self._score(finalists[0])
         return finalists if far else [*finalists, self.baseline]
 

@@ -39,9 +39,9 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
         seconds: wall-clock time of the search.
         ended: why it ended before or after its budget; empty if it did not.
         interrupted: whether the user stopped it.
-        devices: devices that candidates were timed on, the first one first.
+        devices: devices that candidates were timed on, first the one that the speedup is from.
         devices_left_out: reason by device that was left out.
-        timed_on: device by candidate, for those screened on a further device only.
+        timed_on: device by candidate, for those screened on another device than that one.
         compiler: what PyTorch's compiler chose by timing for the chosen candidate.
     """
 

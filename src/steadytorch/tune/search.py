@@ -388,8 +388,6 @@ class Search:
 
     def _decide(self) -> None:
         """Confirms the winner on fresh pairs; if its worker dies, races the remaining finalists."""
-        if self._pool.further:
-            self._gather()
         while (chosen := self._raced()) is not self._pool.baseline:
             if (confirmed := self._confirmed(chosen)) is not None:
                 self._final = confirmed
@@ -409,31 +407,12 @@ class Search:
         except WorkerFault as fault:
             self._watcher.phase(f"replays tune their kernels anew: {fault.reason}")
 
-    def _gather(self) -> None:
-        """Sets up finalists of further devices on the first device, where all finalists race.
-
-        Finalists that are not ready before the time reserved for the confirmation are dropped.
-        """
-        away = [trial.candidate for trial in self._pool.away()]
-        self._pool.leave_further()
-        if not away:
-            return
-        first = self._scheduler.device
-        self._watcher.phase(f"setting up {len(away)} of the finalists on {first}")
-        left_s = max(20.0, self._budget.remaining() - self._budget.confirmation_s())
-        alive = len(self._pool.alive())
-        fresh = self._scheduler.prepare(away, self._slots, left_s, alive, self._is_late, first)
-        self._screen(fresh)
-
-    def _is_late(self) -> bool:
-        """Gives up on set-ups once only the time for the confirmation is left."""
-        if self._budget.remaining() > self._budget.confirmation_s():
-            return False
-        self._scheduler.give_up(EXHAUSTED)
-        return True
-
     def _raced(self) -> LiveTrial:
-        """The winner of a race of the finalists and, if nearly as fast, the untouched workload."""
+        """The winner of a race of the finalists and, if nearly as fast, the untouched workload.
+
+        Only finalists on the leader's device race, since times of different devices differ.
+        """
+        self._pool.move_to_leader()
         arms = self._pool.racing()
         finalists = [trial for trial in arms if trial is not self._pool.baseline]
         if len(finalists) <= 1:
@@ -688,6 +667,7 @@ class Search:
         elif self._pool.trials and self._pool.baseline.blocks:
             baseline = self._pool.baseline.measured(self._options.metric)
         character = self._scheduler.character
+        home = self._pool.trials[0].device if self._pool.trials else self._scheduler.device
         return TuneResult(
             baseline=baseline,
             winner=winner,
@@ -703,12 +683,12 @@ class Search:
             ended=self._how_it_ended(),
             interrupted=interrupted,
             compiler=self._compiler,
-            devices=self._scheduler.devices,
+            devices=tuple(sorted(self._scheduler.devices, key=lambda each: each != home)),
             devices_left_out=dict(self._scheduler.left_out),
             timed_on={
                 describe(trial.candidate): trial.device
                 for trial in self._pool.trials
-                if trial.blocks and trial.device != self._scheduler.device
+                if trial.blocks and trial.device != home
             },
         )
 

@@ -123,7 +123,7 @@ class SetupScheduler:
         self._lost = set[Candidate]()
         self.under_way: list[LiveTrial] = []
         """Trials that have begun but that `prepare` has not returned yet."""
-        self._waiting: list[tuple[Candidate, float, str | None]] = []
+        self._waiting: list[tuple[Candidate, float]] = []
         self._slots = 1
 
     def start(self) -> Worker:
@@ -209,10 +209,8 @@ class SetupScheduler:
         for trial in gone:
             trial.worker.kill()
         self._lost.update(trial.candidate for trial in lost)
-        self._waiting = [
-            *((trial.candidate, trial.deadline_s, None) for trial in (*lost, *gone)),
-            *((candidate, s, None if at == device else at) for candidate, s, at in self._waiting),
-        ]
+        again = [(trial.candidate, trial.deadline_s) for trial in (*lost, *gone)]
+        self._waiting = [*again, *self._waiting]
 
     def _ask_for_reference(self, worker: Worker, remaining: Callable[[], float]) -> float:
         """Asks a worker for the reference outputs; returns the timeout for the answer in s."""
@@ -253,23 +251,16 @@ class SetupScheduler:
         """Verified trials that are waiting to be timed."""
         return [trial for trial in self.under_way if trial.ok and trial.stage == "timing"]
 
-    def begin(
-        self,
-        candidates: Sequence[Candidate],
-        slots: int,
-        deadline_s: float,
-        device: str | None = None,
-    ) -> None:
+    def begin(self, candidates: Sequence[Candidate], slots: int, deadline_s: float) -> None:
         """Queues candidates for set-up, which `pump_until` and `prepare` carry out.
 
         Args:
             candidates: candidates to set up.
             slots: how many candidates may be under way at once.
             deadline_s: timeout in seconds for each stage of these candidates.
-            device: where to set them up; None for the device with the least to do.
         """
         self._slots = slots
-        self._waiting.extend((candidate, deadline_s, device) for candidate in candidates)
+        self._waiting.extend((candidate, deadline_s) for candidate in candidates)
 
     def finished(self, candidate: Candidate) -> LiveTrial | None:
         """Waits until a queued candidate is verified or rejected; None if it was never queued."""
@@ -317,7 +308,6 @@ class SetupScheduler:
         deadline_s: float,
         others: int,
         is_due: Callable[[], bool] = lambda: False,
-        device: str | None = None,
     ) -> list[LiveTrial]:
         """Sets up candidates in parallel and verifies each against the reference outputs.
 
@@ -330,14 +320,13 @@ class SetupScheduler:
             deadline_s: timeout in seconds for each stage.
             others: number of other workers that stay alive and take memory.
             is_due: whether to return although candidates are unfinished.
-            device: where to set them up; None for the device with the least to do.
 
         Returns:
             A trial per finished candidate: verified, or rejected with a reason.
         """
         self.retry = [candidate for candidate in self.retry if candidate not in candidates]
         alone = bool(self._retried.intersection(candidates))
-        self.begin(candidates, 1 if alone else slots, deadline_s, device)
+        self.begin(candidates, 1 if alone else slots, deadline_s)
         while (self._waiting or self.unfinished) and not is_due():
             self._tend([], others)
         left = self.unfinished
