@@ -150,9 +150,9 @@ def test_openvino_in_its_default_precision_is_caught_where_that_is_lower():
         openvino_run(workload, "bf16")
     except UnsupportedError:
         pytest.skip("this processor has no bf16 arithmetic")
-    library = openvino.import_openvino()
-    model = library.Core().read_model(*_files(workload, library))
-    compiled = library.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
+    library, core = openvino.import_openvino(), openvino.shared_core()
+    model = core.read_model(*_files(workload, library))
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"})
     openvino.prove(compiled, "bf16")
     with pytest.raises(UnsupportedError, match="computes in bf16"):
         openvino.prove(compiled, "f32")
@@ -193,6 +193,29 @@ def test_conversion_is_silent_without_torchvision(caplog, capfd):
     need("onnxruntime", "onnxscript")
     onnxruntime.convert(export(tokens()))
     assert "torchvision" not in caplog.text + capfd.readouterr().err
+
+
+FREED_IN_ORDER = """
+import os, signal, torch
+from steadytorch.backends import openvino
+from steadytorch.backends.exported import export
+from steadytorch.workload.workload import Workload
+
+made = export(Workload(torch.nn.Linear(8, 8).eval(), torch.randn(2, 8)))
+parts = openvino.convert(made)
+first, second = (openvino.load(parts, made.form, "f32", 1, False) for _ in range(2))
+del first
+del second
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_signal_after_models_were_freed_is_survived():
+    need("openvino")
+    words = [sys.executable, "-W", "ignore", "-c", FREED_IN_ORDER]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout.strip()) == (0, "handled"), found.stderr
 
 
 def test_the_telemetry_of_openvino_stays_out():

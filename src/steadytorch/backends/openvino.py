@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -83,8 +85,7 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
         UnsupportedError: the library runs the model elsewhere, or in another precision.
         Exception: the model cannot be compiled.
     """
-    openvino = import_openvino()
-    core = openvino.Core()
+    openvino, core = import_openvino(), shared_core()
     if precision == "int8":
         model = core.read_model(io.BytesIO(parts[int8.MODEL]))
         has_bf16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -106,6 +107,21 @@ def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pin
     if precision == "int8":
         int8.prove(_int8_layers(compiled), parts, "OpenVINO")
     return _Request(openvino, compiled, form)
+
+
+def shared_core() -> Any:
+    """OpenVINO's core for this process, which is never freed.
+
+    OpenVINO 2026.4 gives the thread that makes a core an alternate signal stack. Freeing the core
+    restores the stack of before. After two cores were freed in the order in which they were made,
+    the thread has a stack that no longer exists, and the next signal kills the process.
+    """
+    return _core_of(os.getpid())  # a core's threads do not survive a fork
+
+
+@cache
+def _core_of(process: int) -> Any:
+    return import_openvino().Core()
 
 
 def prove(compiled: Any, precision: str) -> None:

@@ -18,6 +18,7 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
+from steadytorch.runtime.finite import only_finite
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
@@ -107,6 +108,7 @@ def _apply(
     parts: list[Transform], workload: Workload, stack: ExitStack, alias_outputs: bool
 ) -> Executor:
     modules, is_live = [workload.model], True
+    inputs, kwargs = workload.inputs, workload.kwargs
     flags = stack.enter_context(ExitStack())
     for part in parts:
         if part.compiles and not workload.is_training:
@@ -130,6 +132,8 @@ def _apply(
     static = getattr(call, "static_inputs", None)
     # `exact` skips the check of the signature, which the look-up of the entry has done.
     call = getattr(call, "aliasing" if alias_outputs else "exact", call)
+    if any(part.drops_nan for part in parts):
+        call = only_finite(call, inputs, kwargs)
     return Executor(call, is_live, modules, static, stack.close)
 
 

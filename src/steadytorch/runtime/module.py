@@ -46,6 +46,7 @@ from steadytorch.runtime.dispatch import (
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, ServingOptions, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
+from steadytorch.runtime.finite import NOT_FINITE, NotFiniteError, OnlyFinite
 from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
@@ -282,6 +283,8 @@ class TunedModule(ModuleProxy):
         self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert not isinstance(probation, TrainingSmokeCheck)  # `TrainedModule` overrides this
+        if isinstance(entry.call, OnlyFinite) and entry.call.refuses(args, kwargs):
+            return self._untouched(NOT_FINITE, args, kwargs, entry)
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
@@ -360,6 +363,8 @@ class TunedModule(ModuleProxy):
     ) -> Any:
         if error is None:
             return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
+        if isinstance(error, NotFiniteError):
+            return self._untouched(NOT_FINITE, args, kwargs, entry)
         executor = entry.executor
         if executor is not None and is_callers(error, executor.modules, executor.is_live):
             self._tally.count(RAISED)

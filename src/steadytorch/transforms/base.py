@@ -109,6 +109,14 @@ class Transform(ABC):
         return self.name
 
     @property
+    def drops_nan(self) -> bool:
+        """Whether it may answer numbers for NaN in inputs on the CPU, where the model answers NaN.
+
+        Plans with such a transform serve finite inputs only.
+        """
+        return False
+
+    @property
     def untuned(self) -> Any:
         """The parameters of the variant whose kernels this one only configures anew; or its own."""
         return self.parameters

@@ -83,6 +83,11 @@ class Compile(Transform):
         return (Claim.FLOAT32_PRECISION,) if self.parameters.mode == "max-autotune" else ()
 
     @property
+    def drops_nan(self) -> bool:
+        """True with freezing: oneDNN's convolutions with a fused ReLU or clamp replace NaN."""
+        return self.parameters.freezing
+
+    @property
     def untuned(self) -> Any:
         """The default mode, if this one only tunes its kernels."""
         if self.parameters.mode not in _TUNING:

@@ -73,6 +73,11 @@ class Engine(Transform):
         return self.libraries()
 
     @property
+    def drops_nan(self) -> bool:
+        """True: OpenVINO's ReLU and both engines' pooling and normalisation replace NaN."""
+        return True
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the model is converted to ONNX and quantised to int8 by ONNX Runtime."""
         return False

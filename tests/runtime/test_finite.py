@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.runtime.entries import ServingOptions
+from steadytorch.runtime.finite import NOT_FINITE, NotFiniteError, OnlyFinite, only_finite
+from steadytorch.runtime.module import TunedModule
+
+from .conftest import FROZEN, always, answer
+
+ENGINES = {name: (TransformSpec(name),) for name in ("onnxruntime", "openvino")}
+WAYS = {"frozen": FROZEN, **ENGINES}
+UNTOUCHED = f"untouched: {NOT_FINITE}"
+
+
+class Clamped(nn.Module):
+    """Layers behind which some of fused code loses NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x, mask=None):
+        x = nn.functional.max_pool2d(torch.relu(self.convolution(x)), 2).amax((2, 3))
+        x = self.head(x)
+        return x if mask is None else (x + mask).softmax(1)
+
+
+def given(value=None, place=5):
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    if value is not None:
+        x.view(-1)[place] = value
+    return x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Clamped().eval()
+
+
+def tuned_by(model, name, **options):
+    if name in ENGINES:
+        pytest.importorskip(name, reason=f"{name} is not installed here")
+    return TunedModule(model, always(WAYS[name]), options=ServingOptions(**options))
+
+
+def assert_same(tuned, model, *args):
+    torch.testing.assert_close(
+        answer(tuned, *args), answer(model, *args), rtol=1e-4, atol=1e-5, equal_nan=True
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize("canary", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_nan_and_infinity_run_untouched_and_the_plan_stays(model, name, canary):
+    tuned = tuned_by(model, name, canary=canary)
+    for value in (None, None, math.nan, None, math.inf, -math.inf, None):
+        assert_same(tuned, model, given(value))
+    calls = tuned.report().calls
+    assert calls[UNTOUCHED] == 3
+    assert calls.get("tuned", 0) + calls.get("untouched: the canary is checking the plan", 0) == 4
+    assert answer(model, given(math.nan)).isnan().any()  # else nothing was at stake
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WAYS)
+def test_a_first_call_with_nan_does_not_cost_the_plan(model, name):
+    tuned = tuned_by(model, name, canary=False)
+    for value in (math.nan, None, None):
+        assert_same(tuned, model, given(value))
+    assert tuned.report().calls == {UNTOUCHED: 1, "tuned": 2}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WAYS)
+def test_a_mask_with_infinities_is_served_but_not_one_with_nan(model, name):
+    tuned, mask = tuned_by(model, name, canary=False), torch.tensor([[0.0, -math.inf]])
+    for _ in range(3):
+        assert_same(tuned, model, given(), mask)
+    assert_same(tuned, model, given(), torch.tensor([[0.0, math.nan]]))
+    assert tuned.report().calls == {"tuned": 3, UNTOUCHED: 1}
+
+
+def test_checks_of_later_calls_leave_nan_to_the_model(model):
+    tuned = tuned_by(model, "frozen", canary=False, verify_every=2)
+    for value in (None, math.nan, math.nan, None, math.nan, math.nan):
+        assert_same(tuned, model, given(value))
+    assert tuned.report().calls == {"tuned": 2, UNTOUCHED: 4}
+
+
+def returned(*args, **kwargs):
+    return args, kwargs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_finite_values_are_let_through(dtype):
+    x = torch.full((64, 64), 1e4, dtype=dtype)
+    call = OnlyFinite(returned, (x,), {})
+    assert call(x) == ((x,), {})
+    x[3, 4] = math.nan
+    with pytest.raises(NotFiniteError, match="NaN or infinities"):
+        call(x)
+
+
+def test_nested_inputs_are_watched_and_integers_are_not():
+    x, number = torch.ones(3), torch.arange(3)
+    call = OnlyFinite(returned, (number, {"x": [x]}), {"y": x + 1})
+    call(number, {"x": [x]}, y=x + 1)
+    assert call.refuses((number, {"x": [x * math.inf]}), {"y": x})
+    assert call.refuses((number, {"x": [x]}), {"y": x * math.nan})
+    assert only_finite(returned, (number,), {"flag": True}) is returned
