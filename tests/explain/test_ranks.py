@@ -17,7 +17,7 @@ from steadytorch.explain.ranks import compare_ranks, rank_file
 from steadytorch.results.machine import DeviceFacts
 
 from ..traces import synthetic as syn
-from ..traces.jobs import DATA, job, read
+from ..traces.jobs import DATA, host_bound_job, job, read
 
 FACTS = DeviceFacts(device="cpu")
 
@@ -56,6 +56,24 @@ def test_the_late_rank_its_slice_and_its_steps_are_named(ranks, gpu):
     assert finding.title.startswith("rank 1 is late by ")
     assert f"the latest rank at {steps} of {steps} steps: 3, 4, 5" in finding.evidence[2]
     assert finding.recoverable_ns == (0, round(late.late_ns))
+
+
+@pytest.mark.parametrize("offset", [0, 4_000, 8_000, 30_000])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equal_hosts_that_are_slower_than_their_gpus_accuse_none(ranks, offset):
+    """The GPUs of hosts that began earlier wait in collectives, where they would be idle anyway."""
+    found = compared(host_bound_job([10_000] * ranks, [*[0] * (ranks - 1), offset]))
+    assert found.late == ()
+    assert all(step.late_ns <= 0.01 * 10_000_000 for step in found.steps[1:])
+
+
+@pytest.mark.parametrize("blocked", [0, 2_000])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slower_host_is_late_by_what_it_takes_longer(ranks, blocked):
+    hosts = [10_000, 12_000, *[10_000] * (ranks - 2)]
+    (late,) = compared(host_bound_job(hosts, [0] * ranks, blocked_us=blocked)).late
+    assert late.rank == 1
+    assert late.late_ns == pytest.approx(2_000_000, rel=0.2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

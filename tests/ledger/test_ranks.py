@@ -105,6 +105,7 @@ def test_collectives_of_other_groups_are_not_matched():
                     correlation=2,
                     details=details,
                 ),
+                syn.runtime("cudaStreamSynchronize", 2, 100),
             ]
         )
 

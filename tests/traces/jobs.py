@@ -19,6 +19,12 @@ from . import synthetic as syn
 US = 1_000
 TRANSFER = 5 * US
 GLOO_THREAD = 77
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GROUP = {
+    "Collective name": "allreduce",
+    "Process Group Name": "0",
+    "Process Group Ranks": "[0, 1]",
+}
 DATA = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
@@ -33,7 +39,7 @@ def job(
     info: bool = True,
     marked: bool = True,
 ) -> list[bytes]:
-    """The files of all ranks.
+    """The files of all ranks; on GPUs the host waits at the end of each step.
 
     Args:
         work_us: own work in us, by rank and step.
@@ -59,6 +65,51 @@ def job(
     return [_file(each, rank, len(work_us), info) for rank, each in enumerate(events)]
 
 
+def host_bound_job(
+    host_us: Sequence[int], offset_us: Sequence[int], steps: int = 12, blocked_us: int = 0
+) -> list[bytes]:
+    """The files of ranks on GPUs whose hosts launch work more slowly than it runs.
+
+    Each step has ten kernels of 1/20 of the fastest host's step, and then a collective. A rank
+    joins the collective of a step once its host has launched it, and leaves it with the latest.
+
+    Args:
+        host_us: time of a host's step by rank, without `blocked_us`.
+        offset_us: start of a host's first step by rank.
+        steps: number of steps.
+        blocked_us: part of each step of the faster hosts in which a launch waits for room, as it
+            does once a host is a thousand launches ahead of its GPU.
+    """
+    slowest = max(host_us)
+    step = [us + (blocked_us if us < slowest else 0) for us in host_us]
+    events: list[list[syn.Event]] = [[] for _ in host_us]
+    kernel = min(host_us) * US // 20
+    for number in range(steps):
+        begins = [(o + number * us) * US for o, us in zip(offset_us, step, strict=True)]
+        launched = [b + host_us[r] * US * 9 // 10 for r, b in enumerate(begins)]
+        end = max(launched) + 3 * US + TRANSFER
+        for rank, begin in enumerate(begins):
+            mine, identity = events[rank], 100 * number + 1
+            mine.append(syn.step(number, begin, begin + step[rank] * US))
+            for place in range(10):
+                at = begin + place * host_us[rank] * US * 9 // 100
+                gpu = (at + 3 * US, at + 3 * US + kernel)
+                call = (at, at + 2 * US)
+                mine += syn.launch("gemm", call=call, gpu=gpu, correlation=identity + place)
+            mine += syn.launch(
+                NCCL,
+                call=(launched[rank], launched[rank] + 2 * US),
+                gpu=(launched[rank] + 3 * US, end),
+                correlation=identity + 10,
+                stream=20,
+                details=GROUP,
+            )
+            if step[rank] > host_us[rank]:
+                waits = begin + host_us[rank] * US
+                mine.append(syn.runtime("cudaLaunchKernel", waits, waits + blocked_us * US))
+    return [_file(each, rank, len(host_us), True) for rank, each in enumerate(events)]
+
+
 def _one(
     gpu: bool, number: int, now: int, least: int, mine: int, end: int, where: str, marked: bool
 ) -> list[syn.Event]:
@@ -68,23 +119,18 @@ def _one(
         work = syn.op("aten::mm", now, now + least)
         gloo = syn.annotation("gloo:all_reduce", mine, end, thread=GLOO_THREAD)
         return [*mark, work, *extra, gloo]
-    name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-    group = {
-        "Collective name": "allreduce",
-        "Process Group Name": "0",
-        "Process Group Ranks": "[0, 1]",
-    }
     return [
         *mark,
         *syn.launch("gemm", call=(now, now + 1), gpu=(now, mine), correlation=2 * number),
         *syn.launch(
-            name,
+            NCCL,
             call=(now + 1, now + 2),
             gpu=(mine, end),
             correlation=2 * number + 1,
             stream=20,
-            details=group,
+            details=GROUP,
         ),
+        syn.runtime("cudaStreamSynchronize", now + 2, end),
     ]
 
 

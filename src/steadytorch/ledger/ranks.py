@@ -4,6 +4,10 @@ Steps are matched by number and collectives by order, never by clock, because cl
 machines disagree. A collective ends on all ranks after the last rank has joined and the data have
 moved, so the last rank sees the shortest duration. The shortest duration counts as transfer; the
 excess on other ranks counts as waiting.
+
+On GPUs, a rank whose host is slower than its GPU would not end a step sooner if no rank were late:
+its GPU would be idle instead. So a step without waiting is never shorter than the host's own time,
+which is the time of its step mark without blocked CUDA calls.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.evidence import by_name
 from steadytorch.traces.intervals import Spans, covered_ns, intersect, joined, subtract, union
 from steadytorch.traces.kernel_names import communicates
-from steadytorch.traces.steps import gpu_rows
+from steadytorch.traces.steps import CALLS, find_steps, gpu_rows
 
 ON_HOST = r"(gloo|mpi):.*"
 """Ranges of collectives that run on the host, on threads of their own."""
@@ -29,6 +33,12 @@ IDLE = ("unknown", "cpu_python", "cpu_waiting", "cpu_communication")
 IN_WATCH = (("cpu_forward", "cpu_backward"), ("cpu_backward",))
 """Slices of a watch's trace in which ranks may wait for one another, in the order tried. The second
 choice counts `cpu_forward` as own work, to find a rank that is late there."""
+
+LAUNCH_NS = 10_000
+"""A launch call that takes more than twice as long, and twice its usual time, counts as blocked by
+a full queue beyond its usual time. Calls take 3 to 10 us on the hosts of the traces read so far."""
+SYNCHRONISES = r"cu.*Synchronize.*|cudaMemcpy(Async)?"
+"""Calls that wait for the GPU by design; all of their time counts as blocked."""
 
 Key = tuple[int, str, int]
 """A collective: number of the step, kind with process group, place among its kind in the step."""
@@ -46,6 +56,7 @@ class RankSteps:
         slices: slice to its time; communication that no work hides is in none.
         exposed: communication that no work hides.
         collectives: start and end of each that starts in a step.
+        host_ns: own time of the host, shape (steps,); 0 without marks or without a GPU.
     """
 
     kind: str
@@ -55,6 +66,7 @@ class RankSteps:
     slices: dict[str, Spans]
     exposed: Spans
     collectives: dict[Key, tuple[int, int]]
+    host_ns: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +79,8 @@ class Compared:
         waiting: waiting for later ranks, where no work hides it.
         transfer: other communication that no work hides.
         communication: time with a collective running.
-        slices: slice to its time; with `waiting` and `transfer` they add up to `total`.
+        slices: slice to its time; with `waiting` and `transfer` they add up to `total`. Time in
+            collectives that a slow host would have spent idle is part of `idle_launch`.
         collectives: number of collectives found.
         unmatched: the part of them that could not be matched over ranks; counted as transfer.
     """
@@ -114,7 +127,30 @@ def steps_of(trace: Trace) -> RankSteps:
         slices={name: subtract(spans, exposed) for name, spans in slices.items()},
         exposed=exposed,
         collectives=collectives,
+        host_ns=_host_ns(trace, ledger),
     )
+
+
+def _host_ns(trace: Trace, ledger: Ledger) -> np.ndarray:
+    """Time of each step's mark on the host, without blocked CUDA calls, in ns, shape (steps,)."""
+    if ledger.kind != "gpu" or not ledger.marked:
+        return np.zeros(len(ledger.steps))
+    _, marks = find_steps(trace, ledger.device)
+    start, end = trace.events.start_ns[marks], trace.events.end_ns[marks]
+    return (end - start - covered_ns(_blocked(trace), start, end)).astype(np.float64)
+
+
+def _blocked(trace: Trace) -> Spans:
+    """Time in which a CUDA call waits for the GPU or for room in a queue."""
+    events, rows = trace.events, trace.events.of(*CALLS)
+    took = events.end_ns[rows] - events.start_ns[rows]
+    usual = np.zeros(len(rows), np.int64)
+    waits = np.isin(rows, by_name(trace, CALLS, SYNCHRONISES))
+    for name in np.unique(events.name[rows[~waits]]):
+        mine = ~waits & (events.name[rows] == name)
+        usual[mine] = min(int(np.quantile(took[mine], 0.25)), LAUNCH_NS)
+    late = waits | (took > 2 * np.maximum(usual, LAUNCH_NS))
+    return union((events.start_ns[rows] + usual)[late], events.end_ns[rows][late])
 
 
 def _collectives(trace: Trace, ledger: Ledger) -> np.ndarray:
@@ -195,19 +231,18 @@ def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
     transfer = measure([intersect(r.exposed, m) for r, m in zip(ranks, moving, strict=True)])
     slices = {name: measure([rank.slices[name] for rank in ranks]) for name in ranks[0].slices}
     waiting = exposed - transfer
+    total = measure([rank.time for rank in ranks])
+    host = np.array([rank.host_ns[place] for rank, place in zip(ranks, places, strict=True)])
+    idle = waiting - np.minimum(waiting, np.maximum(total - host, 0.0))
+    if idle.any():
+        waiting, slices["idle_launch"] = waiting - idle, slices["idle_launch"] + idle
     for name in waits:
         fastest = slices[name].min(axis=0)
         waiting = waiting + slices[name] - fastest
         slices[name] = np.broadcast_to(fastest, waiting.shape)
     return Compared(
         numbers=numbers,
-        total=np.array(
-            [
-                (rank.time.end - rank.time.start)[place]
-                for rank, place in zip(ranks, places, strict=True)
-            ],
-            np.float64,
-        ),
+        total=total,
         waiting=waiting,
         transfer=transfer,
         communication=measure([_running(rank.collectives) for rank in ranks]),
