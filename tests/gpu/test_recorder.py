@@ -71,6 +71,7 @@ def test_segments_taken_and_given_back_are_counted():
     assert recorder.recording.allocator_retries[-1] == 0
 
 
+@pytest.mark.alone
 def test_the_recorder_keeps_to_its_share_of_a_core():
     with Recorder("cuda") as recorder:
         _matrices(20_000)
