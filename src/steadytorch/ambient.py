@@ -1,4 +1,4 @@
-"""Reads and restores the process-wide PyTorch settings that transforms change."""
+"""Reads and restores PyTorch settings that transforms change, and finds active function modes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch.utils._device import DeviceContext
 
 from steadytorch.errors import UsageError
 
@@ -148,3 +150,12 @@ class flags:  # noqa: N801 - used like a function, in `with flags(...)`
         finally:
             if self._found:  # one failed: restore the others
                 self.__exit__()
+
+
+def has_function_mode() -> bool:
+    """Whether a function mode is active, which may change what operators do.
+
+    A default device, which is a function mode too, does not count.
+    """
+    modes = map(_get_function_stack_at, range(_len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)

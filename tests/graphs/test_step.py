@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadytorch.graphs import step as recorded
 from steadytorch.graphs.checks import Snapshot
@@ -23,6 +25,7 @@ from steadytorch.graphs.step import (
     CLOSED,
     HOST_RANDOM,
     KEEPS_STATE,
+    MODE,
     MOVING,
     NEEDS_GRADIENT,
     NOT_STRIDED,
@@ -123,6 +126,33 @@ def test_steps_are_those_of_the_eager_loop(scope, optimizer, accumulate):
     )
     assert one[0].replays >= 9, one[0].eager
     assert_same(one, other)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Doubles losses, which a replay would not."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is functional.cross_entropy else result
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
+def test_steps_inside_a_mode_run_eagerly(mode):
+    data, losses = batches(17), []
+    (recording, _, _), (eager, _, _) = made(), made(None)
+    for step in (recording, eager):
+        train(step, data[:15])
+        with mode():
+            losses.append(train(step, data[15:16]))
+        losses.append(train(step, data[16:]))
+    assert recording.replays >= 3
+    assert recording.eager[MODE] == 1
+    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=1e-6)
 
 
 def reasons(step):

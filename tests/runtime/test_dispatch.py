@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadytorch.runtime.dispatch import CallCounter, obstacle
@@ -146,6 +147,26 @@ def test_under_a_dispatch_mode_the_model_runs(served, linear):
     with Mode():
         found = served(torch.ones(2, 3))
     assert torch.equal(found, linear(torch.ones(2, 3)))
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is nn.functional.linear else result
+
+
+def test_under_a_function_mode_the_model_runs(served, linear):
+    with Doubling():
+        found, expected = served(torch.ones(2, 3)), linear(torch.ones(2, 3))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, linear(torch.ones(2, 3)))
+
+
+def test_a_default_device_is_no_obstacle():
+    with torch.device("cpu"):
+        assert obstacle((), {}) is None
+        with Doubling():
+            assert "a mode" in obstacle((), {})
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -57,29 +57,22 @@ def assert_same(tuned, model, *args):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
-@pytest.mark.parametrize("canary", [True, False])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "canary"),
+    [("frozen", True), ("frozen", False), ("onnxruntime", False), ("openvino", True)],
+)
 def test_nan_and_infinity_run_untouched_and_the_plan_stays(model, name, canary):
     tuned = tuned_by(model, name, canary=canary)
-    for value in (None, None, math.nan, None, math.inf, -math.inf, None):
+    for value in (math.nan, None, None, math.nan, None, math.inf, -math.inf, None):
         assert_same(tuned, model, given(value))
     calls = tuned.report().calls
-    assert calls[UNTOUCHED] == 3
+    assert calls[UNTOUCHED] == 4
     assert calls.get("tuned", 0) + calls.get("untouched: the canary is checking the plan", 0) == 4
     assert answer(model, given(math.nan)).isnan().any()  # else nothing was at stake
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", WAYS)
-def test_a_first_call_with_nan_does_not_cost_the_plan(model, name):
-    tuned = tuned_by(model, name, canary=False)
-    for value in (math.nan, None, None):
-        assert_same(tuned, model, given(value))
-    assert tuned.report().calls == {UNTOUCHED: 1, "tuned": 2}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["frozen", "openvino"])
 def test_a_mask_with_infinities_is_served_but_not_one_with_nan(model, name):
     tuned, mask = tuned_by(model, name, canary=False), torch.tensor([[0.0, -math.inf]])
     for _ in range(3):
@@ -88,6 +81,7 @@ def test_a_mask_with_infinities_is_served_but_not_one_with_nan(model, name):
     assert tuned.report().calls == {"tuned": 3, UNTOUCHED: 1}
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_checks_of_later_calls_leave_nan_to_the_model(model):
     tuned = tuned_by(model, "frozen", canary=False, verify_every=2)
     for value in (None, math.nan, math.nan, None, math.nan, math.nan):

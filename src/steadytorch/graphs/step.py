@@ -26,9 +26,11 @@ from typing import Any
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SparseAdam
 
+from steadytorch.ambient import has_function_mode
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
@@ -78,6 +80,7 @@ CHANGED = "hyper-parameters other than the learning rate changed"
 OUTSIDE = "parameters that the optimizer does not hold require gradients"
 CLOSED = "closed"
 AUTOCAST = "called under autocast"
+MODE = "called inside a dispatch or function mode"
 KEEPS_STATE = "the model or the loss keeps Python state between its calls"
 HOST_RANDOM = "the step draws random numbers on the CPU"
 SET = "attributes of the model, or values that the loss reads, changed"
@@ -570,6 +573,8 @@ class CapturedStep:
             return OUTER_GRAPH
         if torch.is_autocast_enabled("cuda"):
             return AUTOCAST
+        if _len_torch_dispatch_stack() or has_function_mode():
+            return MODE
         tensors = tensors_of(given)
         if any(tensor.requires_grad for tensor in tensors):
             return NEEDS_GRADIENT

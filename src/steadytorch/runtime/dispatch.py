@@ -18,12 +18,14 @@ from torch._C import (
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
     _set_grad_enabled,
 )
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from steadytorch.ambient import has_function_mode
 from steadytorch.compiled.artefact import Shelf
 from steadytorch.compiled.compiler_choices import NONE, Choices
 from steadytorch.compiled.prebuilt import Source
@@ -214,7 +216,7 @@ def obstacle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     if _is_any_autocast_enabled():
         return "called under autocast"
     if _is_transformed():
-        return "called inside a PyTorch transformation (vmap, jvp, compile, a dispatch mode)"
+        return "called inside a PyTorch transformation (vmap, jvp, compile, a mode)"
     if is_grad_enabled() and needs_gradient((*args, *kwargs.values())):
         return NEEDS_GRADIENT
     return None
@@ -227,6 +229,7 @@ def _is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or _get_tracing_state() is not None
         or is_compiling()
+        or has_function_mode()
     )
 
 
@@ -367,6 +370,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or _len_torch_dispatch_stack()
             or peek_interpreter_stack() is not None
             or is_dynamo_compiling()
+            or (_len_torch_function_stack() and has_function_mode())
             or not (entry.is_proved or entry.is_unserved)
         ):
             return slow_path(args, kwargs)
@@ -389,6 +393,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or attributes["training"] is not gate.mode
             or needed.alive
             or forward_ad._current_level >= 0
+            or (_len_torch_function_stack() and has_function_mode())
         ):
             return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
