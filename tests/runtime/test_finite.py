@@ -103,6 +103,13 @@ def test_large_finite_values_are_let_through(dtype):
         call(x)
 
 
+def test_nan_in_8_bits_is_refused():
+    x = torch.ones(3).to(torch.float8_e4m3fn)
+    call = OnlyFinite(returned, (x,), {})
+    assert not call.refuses((x,), {})
+    assert call.refuses((torch.full((3,), math.nan).to(torch.float8_e4m3fn),), {})
+
+
 def test_nested_inputs_are_watched_and_integers_are_not():
     x, number = torch.ones(3), torch.arange(3)
     call = OnlyFinite(returned, (number, {"x": [x]}), {"y": x + 1})
