@@ -73,8 +73,9 @@ def test_nan_and_infinity_run_untouched_and_the_plan_stays(model, name, canary):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["frozen", "openvino"])
-def test_a_mask_with_infinities_is_served_but_not_one_with_nan(model, name):
-    tuned, mask = tuned_by(model, name, canary=False), torch.tensor([[0.0, -math.inf]])
+@pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.float32).min])
+def test_a_mask_with_infinities_is_served_but_not_one_with_nan(model, name, lowest):
+    tuned, mask = tuned_by(model, name, canary=False), torch.tensor([[0.0, lowest]] * 2)
     for _ in range(3):
         assert_same(tuned, model, given(), mask)
     assert_same(tuned, model, given(), torch.tensor([[0.0, math.nan]]))

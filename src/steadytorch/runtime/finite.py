@@ -33,8 +33,8 @@ class OnlyFinite:
 
     Args:
         call: what to wrap.
-        args: positional arguments of its calls. An input that has infinities here may have them
-            later, such as a mask, but never NaN.
+        args: positional arguments of its calls. An input that has infinities here, or numbers whose
+            sum overflows, may have them later, such as a mask, but never NaN.
         kwargs: keyword arguments of its calls.
     """
 
@@ -70,9 +70,10 @@ class OnlyFinite:
 
 def _test(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
     """The test for inputs like this one."""
-    if tensor.itemsize == 1 or tensor.isinf().any():  # PyTorch does not sum 8 bits
+    if tensor.itemsize == 1:  # PyTorch does not sum 8 bits
         return _has_nan
-    return _sum_is_not_finite if tensor.itemsize >= 4 else _long_sum_is_not_finite
+    fails = _sum_is_not_finite if tensor.itemsize >= 4 else _long_sum_is_not_finite
+    return _has_nan if fails(tensor) and not _has_nan(tensor) else fails
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
