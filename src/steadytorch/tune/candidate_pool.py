@@ -287,7 +287,7 @@ class CandidatePool:
         return self._near(ranked)[:KEEP]
 
     def racing(self) -> list[LiveTrial]:
-        """Arms of the final race: the baseline's device's finalists, and it unless far behind."""
+        """Finalists on the device of the baseline, and the baseline itself unless far behind."""
         finalists = [t for t in self.finalists() if t.device == self.baseline.device]
         far = finalists and self._score(self.baseline) > NEAR * self._score(finalists[0])
         return finalists if far else [*finalists, self.baseline]
