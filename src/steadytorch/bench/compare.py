@@ -31,7 +31,7 @@ from steadytorch.workload.workload import Workload
 
 METRICS = ("latency", "period")
 LONG_NS = 150e6
-"""Iteration time from which a block has three iterations instead of seven."""
+"""Iteration time in ns from which on a block has three iterations instead of seven."""
 BUDGET = "5m"
 """Default time for a comparison."""
 

@@ -1,7 +1,7 @@
 """The operator `conv_engine`: runs a convolution with a chosen engine, or falls back to PyTorch.
 
 `torch.ops.steadytorch.conv_engine` works in eager mode, in CUDA graphs, and as one operator under
-`torch.compile` and `torch.export`. If a plan is missing, fails to build or does not fit the
+`torch.compile` and `torch.export`. If an engine is missing, fails to build or does not fit the
 tensors, PyTorch runs the convolution. `executables.MISSES` and the log give the reason for each
 fallback.
 """

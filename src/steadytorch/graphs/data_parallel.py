@@ -17,7 +17,8 @@ from torch import nn
 WARM_UP = 12
 """Eager steps before the first recording. DDP reads its timers last before the 11th step."""
 _NEVER = 1 << 30
-"""Steps between two readings of DDP's timers, which wait for the GPU."""
+"""An interval in steps at which DDP in effect never reads its timers. Reading them waits for the
+GPU."""
 _LAYOUT = (
     *("has_rebuilt_buckets", "bucket_sizes", "rebuilt_bucket_sizes"),
     *("rebuilt_per_bucket_param_indices", "gradient_as_bucket_view", "broadcast_buffers"),

@@ -103,9 +103,10 @@ WAITING = re.compile(
 def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:
     """Assign one owner to every ns of `time`.
 
-    Recorded events of profiler, garbage collection, data loading and compilation come first, then
-    the main thread's innermost operators. Where the main thread has neither operators nor running
-    Python code, operators of other threads own the time; the main thread may be waiting for them.
+    Recorded events of the profiler and the garbage collector take precedence, then step parts from
+    `steady.watch`, data loading and compilation, then the main thread's innermost operators. Where
+    the main thread has neither operators nor running Python code, operators of other threads own
+    the time; the main thread may be waiting for them.
 
     Args:
         trace: a trace without GPU events.

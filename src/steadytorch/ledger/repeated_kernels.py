@@ -93,7 +93,7 @@ def _grids(trace: Trace) -> np.ndarray:
 
 
 def _same(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """For each element, the number of its pair (first, second) among all distinct pairs."""
+    """For each element, the index of its pair (first, second) among the sorted distinct pairs."""
     low = second - second.min() if len(second) else second
     width = int(low.max()) + 1 if len(low) else 1
     return np.unique(first.astype(np.int64) * width + low, return_inverse=True)[1]

@@ -31,8 +31,8 @@ class VarianceShares:
     """Sources of the variance of step times, and the slowest steps.
 
     Attributes:
-        shares: cov(slice, step) / var(step) by slice. They add up to 1; a slice that compensates
-            another is negative. None, with `reason`, if undefined.
+        shares: cov(slice, step) / var(step) by slice. They add up to 1. The share is negative for a
+            slice that tends to be shorter in longer steps. None, with `reason`, if undefined.
         reason: why `shares` is None; else None.
         slowest: slowest steps, slowest first.
         kernels: the share of `gpu_kernel` in two parts; None without shares or without a GPU.

@@ -32,7 +32,8 @@ def rule(case: Case) -> Verdict:
 
     On a GPU, the allocations are driver calls, which may wait for the device. GPU allocations
     appear in the trace, or as segments that PyTorch's caching allocator requested during timing. On
-    a CPU, memory is returned to the system after each use and faulted in again page by page.
+    a CPU, they appear as page faults: freed memory was returned to the system and is faulted in
+    again page by page.
 
     Source: "Memory management", CUDA semantics, PyTorch documentation; for the CPU "Utilize memory
     allocators", PyTorch Performance Tuning Guide.

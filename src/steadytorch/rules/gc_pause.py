@@ -1,4 +1,4 @@
-"""Find pauses of Python's garbage collector in steps."""
+"""Find steps that Python's garbage collector delays."""
 
 from __future__ import annotations
 

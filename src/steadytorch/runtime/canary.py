@@ -59,8 +59,8 @@ class Canary:
     probability of 1 %. A disagreement, an exception or a significantly longer time rejects the
     plan, and the untouched model answers that call.
 
-    Cost of the canary: at most `1 + looks[-1]` extra untouched calls (28), one extra tuned call and
-    one copy of the inputs.
+    Cost of the canary: at most `1 + looks[-1]` extra calls of the untouched model, 28 by default,
+    one extra tuned call, and one copy of the inputs.
 
     Threads: one thread probes at a time, and the other threads do not wait. Other threads run the
     untouched model until the first check has passed, and the executor afterwards. Load from other

@@ -48,12 +48,13 @@ class Weights:
     Each check compares four things:
 
     - Versions: in-place edits (`copy_`, `load_state_dict`, most optimizers) raise a tensor's
-    version counter.
+      version counter.
     - Addresses, and weak references to storages: moves and conversions replace a tensor's memory
       without raising its version, and the allocator may reuse freed memory.
     - Values: fused optimizers, `.data`, NumPy and kernels write without raising a version. Each
       check compares some elements of each CPU tensor; for GPUs see `DeviceSamples`.
-    - Steps of optimizers over these tensors, reported by PyTorch's global hook.
+    - Optimizer steps: PyTorch's global hook reports each step of an optimizer over a watched
+      tensor.
 
     Plain attributes of modules of user-defined classes are compared too: values, tensors, arrays
     and containers, including tensors and arrays in nested containers.

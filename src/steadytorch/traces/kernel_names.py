@@ -23,7 +23,8 @@ _PRODUCT = re.compile(
 _LAYOUT = re.compile(r"nchw_?(?:to|2)_?nhwc|nhwc_?(?:to|2)_?nchw", re.IGNORECASE)
 _DOUBLE = re.compile(r"dgemm|_f64|f64f64|<double", re.IGNORECASE)
 _ROCM = re.compile(r"^Cijk_|_mfma|_wmma_|rocblas|hipblas|miopen|__amd_rocclr|^igemm_\w+_gtc", re.I)
-"""Kernels of AMD's libraries: Tensile's `Cijk_*`, MIOpen's, and those named after instructions."""
+"""Kernels of AMD's libraries, such as Tensile's `Cijk_*`, MIOpen's, and kernels whose names contain
+a matrix instruction (`mfma`, `wmma`)."""
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 
 

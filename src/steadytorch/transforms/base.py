@@ -110,7 +110,7 @@ class Transform(ABC):
 
     @property
     def drops_nan(self) -> bool:
-        """Whether it may answer numbers for NaN in inputs on the CPU, where the model answers NaN.
+        """Whether, on the CPU, it may return numbers for NaN inputs where the model returns NaN.
 
         Plans with such a transform serve finite inputs only.
         """

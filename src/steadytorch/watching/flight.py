@@ -47,8 +47,8 @@ MOST_SAMPLES = 4096
 """Maximum number of stack samples kept: 40 s at one sample per 10 ms."""
 
 LEAVE, FULL, FIRST_MODULE = -1, -2, 64
-"""Codes of events: a module call ends; nothing more was recorded in this step. Codes from 0 are
-slices that begin, codes from `FIRST_MODULE` calls of modules."""
+"""Codes of events: a module call ends; nothing more was recorded in this step. Codes from 0 mark
+the start of a slice, codes from `FIRST_MODULE` the start of a module call."""
 _REPEATS, _CALLS = 10, 100
 COLD = 2.0
 """Ratio of an event's cost in a script to its cost in a tight loop with warm caches. In steps of

@@ -123,7 +123,7 @@ class Workload:
             model: the module to train; steps update its weights.
             inputs: positional arguments, as for an inference workload.
             loss: maps the model's output, and the targets if there are any, to a scalar tensor.
-            optimizer: an optimizer over `model.parameters()`, or a factory of one.
+            optimizer: an optimizer over `model.parameters()`, or a function that makes one.
             targets: further arguments of the loss: a tensor, or a tuple of them.
             kwargs: keyword arguments of the model.
             name: name in results.
@@ -150,11 +150,11 @@ class Workload:
 
         Args:
             model: the module to run, or to train with a loss and an optimizer.
-            loader: an iterable that can be iterated repeatedly, such as a DataLoader. Its batches
-                are the model's arguments in any form that `inputs` may have; for training, pairs
-                of these and the targets.
+            loader: an iterable that can be iterated repeatedly, such as a DataLoader. Each batch
+                holds the model's arguments in any form that `inputs` may have; for training, it is
+                a pair of these arguments and the targets.
             loss: maps the model's output and a batch's targets to a scalar tensor.
-            optimizer: an optimizer over `model.parameters()`, or a factory of one.
+            optimizer: an optimizer over `model.parameters()`, or a function that makes one.
             name: name in results.
 
         Raises:
