@@ -211,7 +211,7 @@ class ScriptedWorker:
     def _reference(self, seed: int) -> Any:
         return msgspec.to_builtins(self._stage.reference)
 
-    def _explained(self, seconds: float) -> Any:
+    def _explained(self) -> Any:
         return msgspec.to_builtins(Explained(self._stage.findings, FLOPS))
 
     def _characterise(self, product_flops: int | None) -> Any:

@@ -178,7 +178,7 @@ def test_operations_of_a_step_are_those_that_pytorch_counts(loaded):
 
 
 def _assert_counted(handler):
-    explained = msgspec.convert(handler.explained(0.5), Explained)
+    explained = msgspec.convert(handler.explained(), Explained)
     with FlopCounterMode(display=False) as counter:
         handler.step()
     assert explained.product_flops == counter.get_total_flops() > 0
@@ -197,7 +197,7 @@ def test_a_regime_needs_operations_and_a_rate(loaded, monkeypatch, flops):
 
 
 def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
-    found = msgspec.convert(loaded.explained(0.5), Explained).findings
+    found = msgspec.convert(loaded.explained(), Explained).findings
     assert (loaded.directory / TRACE_FILE).stat().st_size > 1000
     for finding in found:
         assert set(finding.transforms) <= set(transforms.names())
@@ -207,7 +207,7 @@ def test_findings_of_profiled_steps_name_transforms_that_exist(loaded):
 def test_every_answer_fits_into_a_message(loaded):
     for answer in (loaded.reference(0), loaded.set_up([]), loaded.verify(), loaded.characterise(1)):
         encode(answer)
-    encode(loaded.explained(0.5))
+    encode(loaded.explained())
     encode(loaded.block("latency", 3))
 
 

@@ -41,7 +41,7 @@ class RevisionHandler(WorkloadHandler):
     ) -> tuple[str, str]:
         """Loads a workload onto the device; returns `Loaded`.
 
-        Process-wide settings are PyTorch's defaults, as changed by the revision's code.
+        Process-wide settings start at PyTorch's defaults; the revision's code may change them.
 
         Args:
             workload: name or factory, with optional `@TRANSFORM+TRANSFORM`.

@@ -43,8 +43,8 @@ def track(paths: Sequence[str | Path]) -> TrackResult:
 
     Results are ordered by the time at which they were written. Results of one workload on one kind
     of machine form a series. A series of gates against one base revision holds ratios to the base,
-    which cancels machine drift. A series of gates against several base revisions holds the times of
-    the head.
+    which cancels machine drift. With several base revisions, the series holds the times of the head
+    revisions instead.
 
     Args:
         paths: files, and folders whose `*.json` files are read.

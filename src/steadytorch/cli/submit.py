@@ -1,4 +1,4 @@
-"""`steady tune --list FILE --submit N`: start workers of a sweep as SLURM jobs by submitit."""
+"""`steady tune --list FILE --submit N`: start a sweep's workers as SLURM jobs with submitit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def worker_command(ctx: click.Context) -> list[str]:
 
 
 def _minutes(shared: SweepFolder, count: int) -> int:
-    """Returns a job's time limit: twice its share of the budgets, plus `_SPARE_MIN` to start."""
+    """Returns a job's time limit in minutes, including `_SPARE_MIN` for starting.
+
+    The rest is twice the job's share of all budgets, or twice the longest budget if that is more.
+    """
     from steadytorch.quantities import parse_duration
 
     total_s = sum(parse_duration(item.options["budget"]) for item in shared.items)

@@ -169,9 +169,8 @@ def fill_queue_before_timing() -> None:
 
     Without a full queue, the time of a short kernel includes launch gaps, which hide the
     differences between configurations. The device sleeps while the host enqueues the launches. On
-    an H100, a full queue reduced the differences between two processes from 22 to 3 of
-    EfficientNet's 46 kernels. With a full queue, EfficientNet's compiled code became 1.7 to 3 %
-    faster.
+    an H100, two processes chose 22 of EfficientNet's 46 kernels differently without a full queue,
+    but only 3 with one. With a full queue, EfficientNet's compiled code became 1.7 to 3 % faster.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 

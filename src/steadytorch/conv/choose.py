@@ -79,7 +79,7 @@ def choose(
     """Measure every cuDNN engine for a convolution and choose the engine to use.
 
     An engine that raises while it is built, verified, recorded or timed is excluded, with the
-    exception's message as the reason. Exceptions that do not come from an engine propagate.
+    exception's message as the reason. All other exceptions propagate.
 
     Args:
         problem: the convolution.

@@ -146,7 +146,7 @@ def _padding(layer: Any) -> tuple[int, ...] | None:
 
 
 def pad_channels(tensor: Tensor, added: int) -> Tensor:
-    """Append `added` channels of zeros to the second dimension; keeps the memory layout."""
+    """Append `added` channels of zeros in the second dimension, keeping the memory layout."""
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, added]) if added else tensor
 
 

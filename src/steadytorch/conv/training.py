@@ -123,7 +123,7 @@ class ProblemRecorder(Engines):
         return _OWN
 
     def leave(self, label: str, reason: str) -> None:
-        """Record a layer that engines cannot run, under the reason."""
+        """Record that engines cannot run a layer, and why."""
         self.left_out.setdefault(reason, []).append(label)
 
 
@@ -201,7 +201,7 @@ def equip(model: ModuleT, engines: Engines) -> ModuleT:
 def _shared_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> SharedProblem | None:
-    """Problem fields of a convolution call; None if the call must be left to PyTorch."""
+    """The `SharedProblem` of a convolution call; None if the call must be left to PyTorch."""
     number = number_of(x.dtype)
     fitting = _alike(x, weight) and (bias is None or _alike(x, bias))
     if number is None or not fitting or misfit(x, weight) is not None:

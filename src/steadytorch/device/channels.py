@@ -102,7 +102,7 @@ class RunQueue:
         return (wait_ns,)
 
     def doubts(self) -> dict[str, str]:
-        """Report the waiting time as invalid if the kernel reports no run time either."""
+        """Report the waiting time as invalid if the run time is 0: the kernel times neither."""
         return {} if self._run_ns else {"wait_ns": _UNTIMED}
 
 

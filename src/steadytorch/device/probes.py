@@ -103,7 +103,7 @@ def _weight_writes() -> str:
 
 
 def corrupts_dropout(version: str | None, device: str) -> bool:
-    """Whether code compiled by a PyTorch version may give four channels the same dropout mask.
+    """Whether code compiled by a PyTorch version may give groups of four channels one dropout mask.
 
     Args:
         version: of PyTorch, such as "2.13.0+cu130"; None for unknown.

@@ -1,4 +1,4 @@
-"""Worker that explains a workload: profile steps, time calls after pauses, measure limits."""
+"""Worker that explains a workload: profiles steps, times calls after pauses, measures rates."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class ExplainHandler(WorkloadHandler):
     def profile(self, steps: int, seconds: float) -> dict[str, Any]:
         """Profile steps into the file `TRACE_FILE`; return a `Profiled`.
 
-        One step is profiled first, to start the profiler and to estimate how many steps fit the
-        time.
+        One step is profiled first, to warm up the profiler and to estimate how many steps fit in
+        `seconds`.
 
         Args:
             steps: maximum number of steps.

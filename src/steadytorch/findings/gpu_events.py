@@ -91,7 +91,7 @@ def busy_ns(ledger: Ledger) -> float:
 
 
 def by_prefetch(case: Case) -> tuple[str, ...]:
-    """Suggest the transform `prefetch` if the steps ran on a GPU with the workload's data loader.
+    """Suggest the transform `prefetch` if steps ran on a GPU and the workload has a data loader.
 
     On a CPU, prefetching has no copy to the device to hide and no device work to overlap with.
     """

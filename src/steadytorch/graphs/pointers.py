@@ -69,7 +69,7 @@ class Fixed(NamedTuple):
 
 
 class Kernel:
-    """A kernel node and its parameter values, which a `putter` passes to the driver.
+    """A kernel node and its parameter values; `putter` makes a function to set them in a graph.
 
     Args:
         driver: the CUDA driver library.
@@ -103,7 +103,10 @@ class Kernel:
         return bool(self.cells_within(start, size))
 
     def putter(self, executable: int) -> Callable[[], int]:
-        """Return a function that sets the parameters in an instantiated graph; 0 means success."""
+        """Make a function that sets the kernel's parameters in an instantiated graph.
+
+        The function returns 0 on success, otherwise the driver's error code.
+        """
         put = self._driver.cuGraphExecKernelNodeSetParams_v2
         given = (ctypes.c_void_p(executable), self._handle, ctypes.byref(self._described))
         return partial(put, *given)

@@ -22,7 +22,7 @@ FeedOne = Callable[[torch.Tensor], None]
 """Copies one tensor into a static one of its shape."""
 
 Placer = Callable[[], torch.Tensor | None]
-"""Redirects one output of the next replay to new memory and returns it; None on failure."""
+"""Makes the next replay write one output to a new tensor; returns the tensor, None on failure."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

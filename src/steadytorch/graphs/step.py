@@ -276,7 +276,7 @@ class CapturedStep:
         return loss
 
     def _python_state(self, of_optimizer: bool) -> list[Contents]:
-        """What modules, the optimizer, and values that the step reads hold between steps."""
+        """Python state of modules and the optimizer between steps, and of values the step reads."""
         modules = (module for tree in self._modules for module in tree.modules())
         held = [value for module in modules for value in kept_attributes(module).values()]
         held += vars(self.step.optimizer).values() if of_optimizer else []

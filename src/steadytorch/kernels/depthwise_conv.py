@@ -20,7 +20,7 @@ from steadytorch.kernels.launch import (
 from steadytorch.kernels.operators import FusedOperator, pairs
 
 MOST_TAPS = 49
-"""Maximum taps of a kernel. All are unrolled, so more take long to compile."""
+"""Maximum taps of a kernel. All taps are unrolled, so more would take too long to compile."""
 MOST_PATHS = 10_000
 """Maximum of (pixels in the input window of a patch) x taps, which bounds compile time.
 

@@ -12,8 +12,9 @@ CORES = 132
 PATCHES = ((1, 1), (1, 2), (2, 2), (2, 4), (2, 7), (4, 4), (4, 7))
 """Patch sizes (rows, columns). Feature maps often have sides that are multiples of seven."""
 MOST_VALUES = 54
-"""Maximum values a thread holds per channel (of two): sums, pixels of a line, taps still needed.
-This takes about 128 registers, which lets four warps run on each quarter of an SM."""
+"""Maximum number of values that a thread holds for each of its two channels: sums, pixels of a
+line, and taps still needed. This takes about 128 registers, which lets four warps run on each
+quarter of an SM."""
 WASTE = 8
 """Maximum share of padding channels in a tile: 1/WASTE."""
 

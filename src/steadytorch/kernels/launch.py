@@ -47,8 +47,8 @@ def is_channels_last(tensor: Tensor) -> bool | None:
     """Whether a tensor is channels_last; None if it is neither channels_last nor contiguous.
 
     A tensor that is both channels_last and contiguous, for example with one channel, counts as
-    contiguous. A single image with an unusual batch stride, such as a permuted (H, W, C), gives
-    None, because PyTorch lays out its results as contiguous.
+    contiguous. A single image with an unusual batch stride, such as a permuted (H, W, C) image,
+    gives None, because PyTorch's results for it are contiguous.
     """
     if tensor.is_contiguous():
         return False

@@ -151,7 +151,7 @@ def gpu_totals(trace: Trace, rows: np.ndarray) -> GpuTotals:
 
 
 def gpu_classes(trace: Trace, rows: np.ndarray) -> dict[str, Spans]:
-    """Time of each class of GPU events, without the time of classes before it in `ON_GPU_FIRST`."""
+    """Time of each class of GPU events, less any overlap with earlier classes in `ON_GPU_FIRST`."""
     category, name = trace.events.category[rows], trace.events.name[rows]
     used = np.unique(name[category == Category.KERNEL])
     exchanging = np.isin(name, [index for index in used if communicates(trace.names[index])])

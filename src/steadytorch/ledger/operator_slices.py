@@ -46,7 +46,7 @@ CPU_SLICES = (
 - `cpu_python`: Python between operators; without stacks, only stretches shorter than
 `idle_owners.LAUNCH_LIMIT_NS`.
 - `cpu_forward`, `cpu_backward`, `cpu_optimizer`, `cpu_evaluation`, `cpu_synchronisation`,
-`cpu_script`: the parts of a step that `steady run --keep-slow` recorded, which has no operators.
+`cpu_script`: the parts of a step recorded by `steady run --keep-slow`, which records no operators.
 - `unknown`: no record gives a reason."""
 
 PARTS = {
@@ -97,7 +97,7 @@ WAITING = re.compile(
     r"|.*\b(threading|queue|selectors|connection|subprocess|popen_fork|synchronize)\.py\(\d+\): "
     r"(wait|get|select|poll|join|acquire|_recv|recv\w*|_wait\w*|__enter__)"
 )
-"""Python frames that wait, by the profiler's names."""
+"""Matches the profiler's names of Python frames that wait."""
 
 
 def own_host(trace: Trace, time: Spans, marks: np.ndarray) -> Owned:

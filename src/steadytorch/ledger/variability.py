@@ -35,7 +35,7 @@ class VarianceShares:
             slice that tends to be shorter in longer steps. None, with `reason`, if undefined.
         reason: why `shares` is None; else None.
         slowest: slowest steps, slowest first.
-        kernels: the share of `gpu_kernel` in two parts; None without shares or without a GPU.
+        kernels: the share of `gpu_kernel`, split by cause; None without shares or without a GPU.
     """
 
     shares: dict[str, float] | None

@@ -197,7 +197,7 @@ class _Inquest:
         return places[np.argsort(-self._excess[places], kind="stable")].tolist()
 
     def _rivals(self, channel: str, place: int) -> np.ndarray:
-        """Return a mask of larger host outliers without a cause that share the counter increase."""
+        """Return a mask of larger unexplained host outliers that share the counter increase."""
         mine = self._excess[place]
         earlier = np.arange(len(self._open)) < place
         larger = (self._excess > mine) | ((self._excess == mine) & earlier)

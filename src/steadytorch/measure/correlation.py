@@ -205,11 +205,11 @@ def corrected_size(samples: np.ndarray, quantile: float, confidence: float = 0.9
 def _bursts(samples: np.ndarray) -> float:
     """Return the uncertainty from rare bursts, as an addition to tau at the median.
 
-    Bursts of slow samples shift every rank by the share of the series that they fill. The variance
-    of this share, sum l^2 / N^2 for bursts of l samples, is already part of tau. The number of
-    bursts k is a Poisson count, so the estimated variance of this share has a relative variance of
-    1/k. The addition to tau is weighted by `BURSTS_COUNT`, because a series with few or no bursts
-    underestimates the uncertainty from bursts.
+    Bursts of slow samples shift the rank of each quantile in proportion to the share of the series
+    that they fill. The variance of this share, sum l^2 / N^2 for bursts of l samples, is already
+    part of tau. The number of bursts k is a Poisson count, so the estimate of this variance itself
+    has a relative variance of 1/k. The addition to tau is weighted by `BURSTS_COUNT`, because a
+    series with few or no bursts underestimates the uncertainty from bursts.
     """
     centre = np.median(samples)
     scale = 1.4826 * np.median(np.abs(samples - centre))

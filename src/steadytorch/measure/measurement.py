@@ -17,8 +17,8 @@ from steadytorch.measure.warmup import WarmUpVerdict, steady_part
 from steadytorch.results.measure import Measurement
 
 MOST_WARM_UP = 0.4
-"""Maximum warm-up share of a series for which an interval is claimed. In a short series, one late
-change of level may also be a clock with two states."""
+"""Maximum share of warm-up in a series; with more, no confidence interval is given. In a short
+series, one late change of level may also be a clock with two states."""
 P99_NEEDS = 1000
 """Minimum effective samples for p99: ten lie beyond it."""
 

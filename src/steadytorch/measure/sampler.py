@@ -30,8 +30,9 @@ IN_FLIGHT, MOST_IN_FLIGHT = 2, 64
 LEAD_NS = 4_000_000
 """Target amount of queued device work: it covers a 3 ms slice that Linux gives another process."""
 BACKLOG_NS = 1_000_000
-"""Maximum enqueue time ahead of the device: half of the 1,022 launches that the driver queues, at
-2 us each. A full queue blocks launches, so device-bound work would look launch-bound."""
+"""Maximum host time spent on enqueueing the iterations in flight. At 2 us a launch, this fills half
+of the driver's queue of 1,022 launches. A full queue blocks launches, so device-bound work would
+look launch-bound."""
 
 COMPARABLE_NS = 100_000_000
 """End-of-block notification lags by about 20 us, 0.02 % of this."""
@@ -249,7 +250,7 @@ class _Readings:
         return start
 
     def clocks_mhz(self) -> np.ndarray | None:
-        """Return the device clock over each iteration; None with fewer than two readings."""
+        """Return the device clock during each iteration; None with fewer than two readings."""
         if self._counter is None or len(self._at) < 2:
             return None
         found = np.full(self._count, np.nan)

@@ -103,7 +103,7 @@ def quantile_interval(
 
 
 def order_interval(values: np.ndarray, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return an exact interval of the median of independent values, from order statistics.
+    """Return an exact confidence interval for the median of independent values.
 
     Intended for medians of interleaved blocks, which are far less dependent than the samples within
     a block. A 95 % interval needs at least six values.

@@ -105,7 +105,7 @@ class TelemetryStretches:
         return max(0.0, rise - float(np.quantile(reference, quantile, method="higher")))
 
     def _reference(self, channel: str, column: np.ndarray, length: int) -> np.ndarray:
-        """Return the counter increase of every stretch of `length` ticks that touches no span."""
+        """Return the counter's increase in each stretch of `length` ticks that touches no span."""
         key = channel, length
         if key not in self._usual:
             rises = (column[length:] - column[:-length]).clip(min=0)

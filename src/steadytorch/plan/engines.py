@@ -24,7 +24,7 @@ from steadytorch.results.candidate import Candidate, TransformSpec, describe
 from steadytorch.workload.workload import Workload
 
 FOLDER = "engines"
-"""Folder of the plan store for engines without a plan, in the format of plan files."""
+"""Subfolder of the plan store for engines that belong to no plan, stored as plan files."""
 TRANSFORM = "cudnn_engines"
 MOST_FILES = 1000
 """Limit on files read from each folder, to bound the time."""

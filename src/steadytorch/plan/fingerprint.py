@@ -51,7 +51,7 @@ _IN_SIGNATURE = {"shape", "dtype"}
 """Aspects of an input that the text of a signature has."""
 
 _THREADS = "num_threads"
-"""The ambient setting with the number of threads per CPU operator."""
+"""Name of the ambient setting for the number of threads per CPU operator."""
 
 
 def canonical_json(value: Any) -> bytes:

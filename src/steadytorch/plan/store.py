@@ -2,8 +2,8 @@
 
 The digest in a plan file detects corruption, not tampering, because the digest uses no secret.
 Ownership protects the store: its directory is private, and files of other users are refused. File
-system errors do not propagate: a look-up misses with a reason, and a write keeps the plan in memory
-only. After a miss, look-ups may try a second, read-only store (`plan.remote`).
+system errors are not raised: a look-up returns a `Miss` with the reason, and a write keeps the plan
+in memory only. After a miss, look-ups may try a second, read-only store (`plan.remote`).
 """
 
 from __future__ import annotations

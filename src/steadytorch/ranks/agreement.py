@@ -12,9 +12,9 @@ Ranks communicate only through the process group's key-value store, without coll
    final decision holds for all ranks.
 
 A decision holds for a rank only if it contains the token of that rank's vote, because the store of
-`torchrun` survives restarts. A rank that loses the store before answering a proposal runs the
-untouched model; without its answer, no rank runs the plan. A rank that loses the store after
-answering cannot know the decision and raises `UncertainError`.
+`torchrun` survives restarts. A rank that loses its connection to the store before it answers a
+proposal runs the untouched model; without its answer, no rank runs the plan. A rank that loses the
+connection after answering cannot know the decision and raises `UncertainError`.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class Agreement:
     def _votes(self) -> list[Vote | None]:
         """The votes so far; None for a rank without a vote.
 
-        A malformed vote counts as a problem of the rank.
+        A malformed vote is replaced by one that reports this as the rank's problem.
         """
         names = [f"vote/{rank}" for rank in range(self._ranks.size)]
         if self._store.check(names):

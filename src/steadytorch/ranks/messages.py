@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 MOST_BYTES = 1 << 18
-"""Limit on a message; plans have their own, `MOST_PAYLOAD`."""
+"""Maximum size of a message in bytes; plans have their own limit, `MOST_PAYLOAD`."""
 MOST_PAYLOAD = 1 << 20
 
 

@@ -57,9 +57,9 @@ class _Kept(msgspec.Struct, frozen=True):
 def measure_rates(device: str, dtypes: Sequence[str]) -> Rates:
     """Return the best rates over up to ten runs; call `measure_rates` inside a worker process.
 
-    Each call measures the copy and every type once more, for about 0.3 s each, until ten runs have
-    measured them. The best run counts, because other load can only lower a rate. A missing or
-    broken cache file is ignored, and so is a failed write. Delete
+    Each call measures the rates of the copy and of every type once, for about 0.3 s each. Rates
+    already measured in ten runs are skipped. The best run counts, because other load can only lower
+    a rate. A missing or broken cache file is ignored, and so is a failed write. Delete
     `$XDG_CACHE_HOME/steadytorch/rates` to measure again.
 
     Args:

@@ -82,7 +82,7 @@ class Sweep(NamedTuple):
     flops: int = 1
 
     def __call__(self, given: Operands) -> tuple[int, int]:
-        """Operations and bytes of one call; operations are per element of the first input."""
+        """Operations (`flops` per element of the first input) and bytes moved by one call."""
         moved = given.bytes_if_tensor(*self.reads)
         if self.like is not None:
             moved += given.elements(self.like) * given.item_bytes(self.like)

@@ -29,7 +29,7 @@ def sentence(result: CompareResult) -> str:
 
 
 def basis(result: CompareResult) -> str:
-    """The evidence for a verdict: number of pairs and processes, and the claim."""
+    """The evidence for a verdict: numbers of block pairs and processes, and scope of the claim."""
     effect = result.effect
     pairs = f"{effect.pairs} pairs of blocks, " if effect.pairs else ""
     several = "" if effect.processes == 1 else "es"

@@ -38,7 +38,7 @@ def headline(result: GateResult) -> str:
 
 
 def change(row: GateRow) -> str:
-    """The change in time of a workload with its interval; a dash without an estimate."""
+    """A workload's change in time and its interval, as text; a dash without an estimate."""
     effect = row.interval
     if effect is None or effect.estimate is None:
         return "-"

@@ -61,7 +61,7 @@ _SLICE = re.compile(r"\b(?:(?:gpu|idle|cpu)_[a-z_]+|input_wait)\b")
 
 
 def render_ledger(console: Console, result: Explanation, most: int = _MOST_SLICES) -> None:
-    """Prints the time slices of a step: a bar of the console width, and a line for each slice.
+    """Prints the time slices of a step: a bar across the console, and a line for each slice.
 
     Args:
         console: where to print.

@@ -89,7 +89,7 @@ def seconds(value: float) -> str:
 
 
 def percent_above(value: float, base: float) -> str:
-    """The excess of a value over a base, such as `+4.1 %`."""
+    """How far a value is above a base, as text such as `+4.1 %`."""
     return f"{100 * (value / base - 1):+.1f} %"
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from steadytorch.errors import UnsupportedError, UsageError
 
 _HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
-"""Variables that git sets for hooks. They would point commands at another tree."""
+"""Variables that git sets for hooks. If kept, they would make git work on another tree."""
 _QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 """Hooks of the repository must not run when a worktree is made."""
 

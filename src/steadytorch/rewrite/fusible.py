@@ -90,7 +90,7 @@ class Layers:
         self._read = {n.target for n in self.nodes if n.op == "get_attr"}
 
     def called(self, node: torch.fx.Node) -> Any:
-        """Return the layer, function or method name that a node calls; None if it has hooks."""
+        """Return the layer, function or method name that a node calls; None for hooked layers."""
         found = self.modules[str(node.target)] if node.op == "call_module" else node.target
         return None if isinstance(found, nn.Module) and is_hooked(found) else found
 

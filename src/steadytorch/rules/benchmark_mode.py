@@ -136,7 +136,7 @@ def _shapes(trace: Trace, ledger: Ledger, rows: np.ndarray) -> set[str]:
 
 
 def _spent(trace: Trace, ledger: Ledger, rows: np.ndarray) -> tuple[int, int]:
-    """Kernel time launched by the given operators, and time of all kernels, in ns."""
+    """Time of the kernels that the given operators launched, and of all kernels, in ns."""
     seen, operators = launches_of(trace, ledger), operators_of(trace)
     mine = np.zeros(len(trace.events), dtype=bool)
     mine[rows] = True

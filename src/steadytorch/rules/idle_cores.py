@@ -1,4 +1,4 @@
-"""Find training on a CPU with fewer threads than cores."""
+"""Find CPU training in which PyTorch uses fewer threads than there are cores."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class _Slow(NamedTuple):
 def rule(case: Case) -> Verdict:
     """Report kernels slower than their own best; kernels that overlap another event are excluded.
 
-    A kernel's best time is its fastest run or, from ten runs on, its fastest decile. Source for
-    comparing a kernel with itself: HolisticTraceAnalysis, "Kernel breakdown" (variation of a
-    kernel's time).
+    A kernel's best time is the time of its fastest run or, with ten or more runs, the 10th
+    percentile. Source for comparing a kernel with itself: HolisticTraceAnalysis, "Kernel breakdown"
+    (variation of a kernel's time).
     """
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):

@@ -18,8 +18,8 @@ from steadytorch.traces.steps import CALLS, gpu_rows, step_marks
 
 NAME = "synchronisation"
 LEAST_SHARE = 0.02
-"""Minimum share of a step of `LONG_NS` and more: a millisecond, the least that is worth a
-change."""
+"""Minimum cost as a share of the step, for steps of at least `LONG_NS`: a millisecond at 50 ms,
+the least that is worth a change."""
 LONG_NS = 50_000_000
 LEAST_SHARE_SHORT = 0.01
 """Minimum share of a shorter step. A fixed millisecond would be a third of a 3 ms step. One

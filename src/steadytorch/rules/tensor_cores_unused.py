@@ -1,4 +1,4 @@
-"""Find matrix products that could use tensor cores and do not."""
+"""Find matrix products that could use tensor cores but do not."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Entry:
             the executor calls the model itself.
         is_replay: whether the executor replays a recording, which ignores grad mode.
         lends: whether the executor gets copies of the containers among the arguments. Its writes
-            to them are passed on together with the result, or not at all.
+            to the copies reach the caller's containers together with the result, or not at all.
         is_padded: whether calls are padded and served by the entry of another signature.
         hits: counts calls that the executor answered.
         others: counts calls that the model answered.

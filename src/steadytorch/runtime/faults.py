@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from steadytorch.rewrite.hooks import BACKWARD, ON_ALL, hooks_of
 
 _OURS = frozenset({"torch", "triton", "steadytorch", "cudnn", "numpy", "msgspec", "builtins"})
-"""Packages whose exceptions an executor may raise, beside those of the standard library."""
+"""Packages whose exceptions an executor may raise, besides those of the standard library."""
 _TORCH = str(Path(torch.__file__).parent)
 _OF_OPERATORS = (RuntimeError, NotImplementedError, MemoryError)
 """Exceptions raised by operators, including out of memory."""

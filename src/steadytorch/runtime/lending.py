@@ -41,5 +41,5 @@ def lending(call: Callable[..., Any]) -> Callable[..., Pending]:
 
 
 def answer_of(result: Any) -> Any:
-    """Returns a call's result, together with pending container writes if it is a `Pending`."""
+    """Returns a call's result; for a `Pending`, the pair of its `result` and `written`."""
     return (result.result, result.written) if isinstance(result, Pending) else result

@@ -147,7 +147,7 @@ class CanaryProbation:
     def answer(
         self, run_tuned: Run, run_untouched: Run, inputs: list[torch.Tensor]
     ) -> WatchedAnswer:
-        """Answers one call; the model's own state is updated only once, even if both sides run.
+        """Answers one call; if both executor and model run, the model's state is updated only once.
 
         Raises:
             Exception: exceptions of the untouched model propagate, and of the executor outside of

@@ -240,7 +240,7 @@ class Tally:
 def missed_convolutions(signatures: Iterable[Serving]) -> dict[str, str]:
     """Returns convolutions that PyTorch ran instead of a stored cuDNN engine, with reasons.
 
-    The list covers the whole process, because the model that ran a convolution is unknown. Every
+    The list covers the whole process, because it is not known which model ran a convolution. Every
     module with an executor that uses stored engines reports the same list.
 
     Args:

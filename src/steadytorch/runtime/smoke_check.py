@@ -45,7 +45,9 @@ class _Passes(NamedTuple):
 
 
 class TrainingSmokeCheck:
-    """Runs forward and backward once on executor and model, compares them and restores state.
+    """Runs one forward and backward pass of the executor and of the model, and compares them.
+
+    Restores the state afterwards.
 
     In place of a loss, the check uses a sum of the outputs with random weights. The check does not
     accumulate into the parameters' `grad`. Module and tensor hooks run during the check as in any

@@ -19,7 +19,7 @@ CHANGED = "modules, hooks, modes or requires_grad flags changed"
 class TrainedModule(TunedModule):
     """A wrapper that trains a model tuned if a plan exists for the inputs, and untouched otherwise.
 
-    `Plan.apply` creates a trained module for training plans, with `ServingOptions(trains=True)`.
+    `Plan.apply` creates a `TrainedModule` for training plans, with `ServingOptions(trains=True)`.
     Executors compute with the model's own tensors, so optimizer steps and `load_state_dict` take
     effect at the next call. The caller keeps control of loss, optimizer, loss scaling and gradient
     accumulation. The model runs untouched in evaluation mode, without grad mode, under autocast, or

@@ -148,7 +148,7 @@ def import_plans(
 ) -> list[Imported]:
     """Imports the plans of an exported file; stores nothing if any part of the file is invalid.
 
-    Each plan is stored under its own key and serves only on machines and models that match the key.
+    Each plan is stored under its own key and applies only to machines and models that match it.
     Plans already in the store are kept.
 
     Args:

@@ -77,7 +77,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
         If the plan does not fit the model, device, library versions or settings, the module runs
         `model` untouched. The log and `report()` give the reason. If the environment variable
-        `STEADYTORCH_MODE` is `off`, every plan runs untouched.
+        `STEADYTORCH_MODE` is `off`, the module always runs `model` untouched.
 
         Args:
             model: the untouched model, on its device. A callable that is not an `nn.Module` runs

@@ -1,4 +1,4 @@
-"""Read traces that PyTorch's profiler has written since 2020 into columns."""
+"""Read traces of PyTorch's profiler, in all its formats since 2020, into columns."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SPAN_CATEGORY = "Trace"
 ANNOTATIONS = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|Optimizer\.|DistributedDataParallel\.|\[pl\]\[|## "
 )
-"""Name prefixes of ranges that the schemas of 2020 and 2021 called operators."""
+"""Name prefixes of annotations, which traces of 2020 and 2021 list in category `Operator`."""
 
 SYNC_THREADS = 1_000_000
 """Since 2026, synchronisations are on thread = stream + this."""
@@ -100,7 +100,7 @@ class MemoryArguments(msgspec.Struct, gc=False):
 
 
 INPUTS = ("dims", "types", "strides", "concrete")
-"""Keys of `Trace.inputs`, in the order of their texts in an interned combination."""
+"""Keys of each dictionary in `Trace.inputs`, in the order of the texts that `columns` interns."""
 
 COLUMNS = {"device", "stream", "correlation", "External id", "external id", "external ts", "bytes"}
 """Arguments of GPU events that have a column, or duplicate one that has."""

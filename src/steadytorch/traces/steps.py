@@ -159,7 +159,7 @@ def _process(trace: Trace, calls: np.ndarray) -> str | None:
 def _launched(
     trace: Trace, rows: np.ndarray, calls: np.ndarray, marks: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return the end of each step's last GPU event, and of GPU work before the first step."""
+    """Return when GPU work ended: that of each step, and that launched before the first step."""
     events = trace.events
     last = np.full(len(marks), np.iinfo(np.int64).min)
     known = calls >= 0

@@ -67,7 +67,7 @@ def begin(workload: Workload, start: Start, number: int) -> None:
     """Restores the start state and seeds generators; also changes the weights for odd input sets.
 
     For odd input sets, each weight is blended with its flipped tensor, by the share `BLEND`. The
-    seed is the number of the input set, so that equal steps draw equal random numbers.
+    seed is the number of the input set, so all steps on one set draw the same random numbers.
     """
     start.restore()
     torch.manual_seed(number)

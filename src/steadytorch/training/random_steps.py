@@ -119,13 +119,13 @@ def _slope(
     chosen: Sequence[bool],
     seed: int,
 ) -> Tensor:
-    """Returns measured over predicted change of the loss along the chosen gradients.
+    """Returns the ratio of measured to predicted change of the loss along the chosen gradients.
 
     Both loss evaluations use the same random masks as the forward pass that gave the gradients. The
-    ratio of measured to predicted change differs from 1 if the backward pass used another mask or
-    rate. The changed weights are rounded to bf16, so that a candidate with bf16 weights moves them
-    equally far. Rounding reduces scatter: along a U-Net's last layer, the slope in bf16 scatters by
-    0.6 % with rounded weights and 1.3 % without.
+    ratio differs from 1 if the backward pass used another mask or rate. The changed weights are
+    rounded to bf16, so that a candidate with bf16 weights moves them equally far. Rounding reduces
+    scatter: along a U-Net's last layer, the slope in bf16 scatters by 0.6 % with rounded weights
+    and 1.3 % without.
     """
     held = parameters_of(workload)
     least, most = STEPS
@@ -246,9 +246,9 @@ def _kind(column: int) -> str:
 
 
 MOST_ALIKE = 32
-"""Number of further calls that must all equal the first before a step counts as drawing the same
-numbers. Dropping a path for one sample in ten changes only every second call of a small batch. If
-all calls of the untouched workload are equal too, its draws have no effect."""
+"""Number of further calls to compare with the first. If all are equal, the step counts as drawing
+the same numbers each time. Dropping a path for one sample in ten changes only every second call of
+a small batch. If all calls of the untouched workload are equal too, its draws have no effect."""
 
 
 def drawing_fault(workload: Workload, model: Any, arguments: Arguments, start: Start) -> str | None:

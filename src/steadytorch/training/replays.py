@@ -30,8 +30,8 @@ def replay_fault(workload: Workload, step: Callable[[], Any], start: Start) -> s
 
     Graphs and eager code start from the same state and seed, and the learning rate is lowered
     halfway. The graphs and the eager steps must leave the random generator in equal states. Losses,
-    weights and buffers may differ by no more than `MOST_APART`, or `NOISE_FACTOR` times the
-    difference of two eager runs.
+    weights and buffers may differ by at most `MOST_APART` or, if larger, `NOISE_FACTOR` times the
+    difference between two eager runs.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`.

@@ -78,7 +78,7 @@ class _DenseMasks(TorchFunctionMode):
 
 
 def dense(mask: Tensor | None) -> Tensor | None:
-    """Return the mask with a last stride of 1; unchanged if its last stride is 1 or it is None.
+    """Return the mask, copied only if its last stride is not 1; None stays None.
 
     Args:
         mask: shape (..., queries, keys). Broadcasting along other axes is preserved.

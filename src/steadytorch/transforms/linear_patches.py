@@ -20,7 +20,7 @@ _NO_PATCHES = "the model has no convolution over non-overlapping patches (stride
 
 
 class LinearPatches(Transform):
-    """Replaces convolutions whose stride equals their kernel size by matrix products.
+    """Replaces convolutions whose stride equals their kernel size with matrix products.
 
     Examples of such convolutions are the patch embeddings of vision transformers, and the stem and
     downsampling layers of ConvNeXt. Patches do not overlap, so one copy rearranges the image by

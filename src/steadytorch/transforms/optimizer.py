@@ -29,7 +29,7 @@ class OptimizerStep(Transform):
 
     `fused` and `foreach` are PyTorch's own implementations of the same update. `merge` updates
     parameter groups with equal hyper-parameters together, because each group costs at least one
-    kernel launch. After each step, the settings of the caller's optimizer are unchanged.
+    kernel launch. Settings of the caller's optimizer are restored after each step.
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

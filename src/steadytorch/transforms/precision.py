@@ -20,7 +20,7 @@ the range of float32, fp16 the longer mantissa. int8 includes bf16."""
 
 
 def half_of(precision: str) -> str:
-    """Precision of transforms within PyTorch, given `--precision`: bf16 for int8, else the same."""
+    """Precision used within PyTorch for a given `--precision`: bf16 for int8, else unchanged."""
     return "bf16" if precision == "int8" else precision
 
 

@@ -1,4 +1,4 @@
-"""Runs float32 products on tensor cores in TF32."""
+"""Runs float32 matrix products, convolutions and recurrent layers on tensor cores in TF32."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def places_of(pipe: Any) -> dict[int, list[Place]]:
 class Observer:
     """Times the modules of a pipeline with hooks, for one call of the pipeline.
 
-    If module calls are nested, only the outermost call counts, such as that of `unet`. If a plain
-    method such as `vae.decode` calls `vae.decoder`, the call counts for the decoder. Hooks of `vae`
-    run only when `vae` itself is called.
+    If module calls are nested, only the outermost counts: the call of `unet`, not those inside it.
+    If a plain method such as `vae.decode` calls `vae.decoder`, the call counts for the decoder.
+    Hooks of `vae` run only when `vae` itself is called.
 
     Args:
         pipe: the pipeline.

@@ -14,9 +14,9 @@ from steadytorch.transforms.base import Transform
 ENOUGH = 0.01
 """A search ends when what is left is expected to gain less than this share of the leader's time."""
 LEAST = 0.002
-"""A candidate whose own expected gain is less is not started. In 66 recorded searches on GPUs and
-CPUs, 309 of 701 timed candidates were below this limit when their turn came, and 9 of them beat the
-leader by `ENOUGH`."""
+"""A candidate is not started if its own expected gain is below this share of the leader's time. In
+66 recorded searches on GPUs and CPUs, 309 of 701 timed candidates were below this limit when their
+turn came, and 9 of them beat the leader by `ENOUGH`."""
 HORIZON_S = 60.0
 """Seconds over which the expected gain is stated."""
 _BROAD, _NARROW, _PARAMETER = 0.6, 0.1, 0.02
@@ -24,8 +24,8 @@ _BROAD, _NARROW, _PARAMETER = 0.6, 0.1, 0.02
 another, and of one of its parameters."""
 _TUNING = 0.0005
 """The same for tuning the kernels of a variant; 0.02 together with the interaction below. In 19
-recorded pairs on two GPUs, Inductor's modes that tune took from 2.7 % less time than the default
-mode to 5.2 % more (standard deviation 2.5 %), at 1 to 4 times its set-up time."""
+recorded pairs on two GPUs, Inductor's autotuning modes changed the time by -2.7 % to +5.2 % against
+the default mode (standard deviation 2.5 %). Their set-up took 1 to 4 times as long."""
 _ENGINE, _CLASS = 1.5, 0.5
 """The same for the effect that all engines beyond PyTorch share, and for their lower precisions. On
 two cores, float32 engines gained 0.1 (ResNet-50) to 2.7 (a network of two layers) in log time, and
@@ -46,7 +46,8 @@ GPUs, the median search took 62 s and its plan 0.5 % longer than the best candid
 With 3.0 it took 77 s and 0.3 %, with 1.5 it took 61 s and 0.9 %, 12 % at most. From 12 searches on
 two CPUs it took 95 s, and 111 s with 3.0, with the same plans."""
 _FREEDOM = 3.0
-"""Degrees of freedom of the scale of all deviations, which each search learns from its times."""
+"""Degrees of freedom of the Student-t process. The fewer, the more a search's own times determine
+the scale of all deviations."""
 _DRAWS = 512
 
 

@@ -1,4 +1,4 @@
-"""Checks that a stored plan is still correct, and not slower on this machine.
+"""Checks that a stored plan is still correct, and no slower than the untouched workload here.
 
 Each round starts fresh worker processes, verifies on new random inputs, and times the plan and the
 untouched workload block by block in random order. The claim about time compares rounds, because

@@ -218,7 +218,7 @@ class Search:
             self._not_tried[describe(candidate)] = STOPPED if hopeless else EXHAUSTED
 
     def _proposed(self, source: CandidateSource) -> list[Candidate]:
-        """Retries, strong combinations, variations of the two fastest, and weak combinations.
+        """Candidates to try: retries, strong ones, variations of the two fastest, and weak ones.
 
         While the first compilations run, a leader that is not compiled will soon be replaced, and
         screening its variations would hold the compilers up. Spare cores then compile variations of
@@ -599,8 +599,8 @@ class Search:
     def _affordable(self, batch: Iterable[Candidate]) -> list[Candidate]:
         """The first untried candidates, one per slot, whose set-up fits into the time left.
 
-        On a CPU, set-ups run one after another, so their expected times add up. Time that running
-        compilations still need is reserved, because compilations pause during other set-ups.
+        On a CPU, set-ups run one after another, so their expected times add up. Time is also
+        reserved for compilations under way, because they pause during other set-ups.
         """
         left_s, retry = self._budget.left_to_explore(), self._scheduler.retry
         if left_s < 0.0:  # overtime is for what is under way

@@ -23,8 +23,6 @@ from steadytorch.tune.trial import Launcher, LiveTrial
 from steadytorch.tune.tuning_worker import Character, Explained
 from steadytorch.verification.verdict import Reference, decide
 
-EXPLAIN_S = 2.0
-"""Seconds for profiling before the search; at least three steps are taken."""
 EXPLAIN_DEADLINE_S = 60.0
 COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
 """Modules that workers of compiled candidates import at start; the import takes seconds."""
@@ -224,7 +222,7 @@ class SetupScheduler:
         Profiles in the reference's worker, because a process must not be timed after profiling.
         """
         try:
-            worker.send("explained", seconds=EXPLAIN_S)
+            worker.send("explained")
             found = self.pump_until(worker, min(deadline_s, EXPLAIN_DEADLINE_S))
         except WorkerFault as fault:
             self._watcher.phase(f"profiling failed ({fault.reason}): continuing without findings")

@@ -129,7 +129,7 @@ class TuningHandler(ExplainHandler):
         return msgspec.to_builtins(Character(regime, host_share, matrix_share))
 
     @own_errors()
-    def explained(self, seconds: float) -> dict[str, Any]:
+    def explained(self) -> dict[str, Any]:
         """Profiles a few steps of the untouched workload; returns an `Explained`.
 
         Rules that need more than a profiler trace report no finding. The process must not be timed
@@ -143,7 +143,7 @@ class TuningHandler(ExplainHandler):
         from steadytorch.traces.reader import read_trace
 
         self.set_up([])
-        profiled = msgspec.convert(self.profile(FEWEST_STEPS, seconds), Profiled)
+        profiled = msgspec.convert(self.profile(FEWEST_STEPS, 0.0), Profiled)
         trace = read_trace(self.directory / TRACE_FILE)
         facts = load_facts(str(self.workload.device))
         ledger = build_ledger(trace)

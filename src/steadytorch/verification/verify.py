@@ -96,7 +96,7 @@ def call(model: Any, arguments: Arguments) -> Returned:
 
 
 def widening(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that casts floats to `dtype` and complex tensors to its complex dtype."""
+    """Returns a function that casts floats to `dtype`, and complex tensors to the matching type."""
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_complex():

@@ -136,7 +136,7 @@ def outcome(
 
 
 def _stretches(starts: np.ndarray, durations: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of consecutive steps without a gap, as (start of the first step in ns, step count)."""
+    """Splits steps at gaps; returns (start of the first step in ns, step count) of each part."""
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + durations[:-1]) + 1
     bounds = [0, *breaks.tolist(), len(starts)]
     return [(int(starts[first]), after - first) for first, after in itertools.pairwise(bounds)]

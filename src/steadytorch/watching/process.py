@@ -111,7 +111,7 @@ class ProcessSampler:
 
 
 def run_and_wait_ns(thread: int) -> tuple[int, int] | None:
-    """Time in ns that a thread ran, and that it waited for a CPU core; None if unknown.
+    """Times in ns that a thread has run and has waited for a CPU core; None if unknown.
 
     Source: "Scheduler Statistics", Linux documentation.
     """

@@ -64,7 +64,9 @@ class EagerStep:
     def backward(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
     ) -> Tensor:
-        """Runs forward and backward on a micro-batch; the first of a batch drops earlier gradients.
+        """Runs forward and backward on a micro-batch.
+
+        Before the first micro-batch of a batch, the gradients are cleared.
 
         Returns:
             The loss of the micro-batch, detached.
