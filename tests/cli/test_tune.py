@@ -12,6 +12,7 @@ from steadytorch.tune.session import Session
 from steadytorch.workload.loading import load_workload
 
 NOTING = """
+import time
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,10 @@ import torch
 from torch import nn
 
 def note():
-    words = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    # A process has no command line for a moment while it starts.
+    words, end = [""], time.monotonic() + 5
+    while not all(words) and time.monotonic() < end:
+        words = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     Path("servers").write_text(str(sum("fork_server_main" in each for each in words)))
 
 def small():

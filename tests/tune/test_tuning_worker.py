@@ -269,7 +269,7 @@ def test_operations_of_a_training_step_are_those_that_pytorch_counts(training):
 
 
 def test_training_steps_are_characterised_and_explained(training):
-    explained = msgspec.convert(training.explained(0.5), Explained)
+    explained = msgspec.convert(training.explained(), Explained)
     found = msgspec.convert(training.characterise(explained.product_flops), Character)
     assert found.regime in ("compute-bound", "memory-bound")
     for finding in explained.findings:
