@@ -35,8 +35,8 @@ IN_WATCH = (("cpu_forward", "cpu_backward"), ("cpu_backward",))
 choice counts `cpu_forward` as own work, to find a rank that is late there."""
 
 LAUNCH_NS = 10_000
-"""A launch call that takes more than twice as long, and twice its usual time, counts as blocked by
-a full queue beyond its usual time. Calls take 3 to 10 us on the hosts of the traces read so far."""
+"""A call that takes more than twice as long counts as blocked by a full queue, beyond its usual
+time. Launches take 3 to 10 us on the hosts of the traces read so far."""
 SYNCHRONISES = r"cu.*Synchronize.*|cudaMemcpy(Async)?"
 """Calls that wait for the GPU by design; all of their time counts as blocked."""
 
@@ -149,8 +149,8 @@ def _blocked(trace: Trace) -> Spans:
     for name in np.unique(events.name[rows[~waits]]):
         mine = ~waits & (events.name[rows] == name)
         usual[mine] = min(int(np.quantile(took[mine], 0.25)), LAUNCH_NS)
-    late = waits | (took > 2 * np.maximum(usual, LAUNCH_NS))
-    return union((events.start_ns[rows] + usual)[late], events.end_ns[rows][late])
+    blocked = waits | (took > 2 * LAUNCH_NS)
+    return union((events.start_ns[rows] + usual)[blocked], events.end_ns[rows][blocked])
 
 
 def _collectives(trace: Trace, ledger: Ledger) -> np.ndarray:
