@@ -15,7 +15,9 @@ def ledger(kind="gpu", **slices):
     filled = {name: slices.get(name, 0) for name in names}
     step = Step(0, "ProfilerStep#0", 0, sum(filled.values()), filled)
     none = np.empty(0, np.int64)
-    return Ledger((step,), Owned(none, none, none, none), None, kind, True, names, 0)
+    return Ledger(
+        (step,), Owned(none, none, none, none), None, kind, np.zeros(1, np.int64), names, 0
+    )
 
 
 def lines(memory, compute, share):

@@ -60,7 +60,7 @@ class Ledger:
         owned: owners of every idle nanosecond; in a "cpu" ledger, of every nanosecond.
         gpu: totals of the GPU; None for a "cpu" ledger.
         kind: "gpu" or "cpu".
-        marked: whether the trace marks its steps; if not, the whole trace is one step.
+        marks: rows of the step marks; empty if the whole trace is one step.
         names: the slices, `SLICES` or `CPU_SLICES`; `Owned.slice` indexes them.
         device: index of the GPU; -1 for a "cpu" ledger.
         notes: caveats for the reader.
@@ -70,10 +70,15 @@ class Ledger:
     owned: Owned
     gpu: GpuTotals | None
     kind: str
-    marked: bool
+    marks: np.ndarray
     names: tuple[str, ...]
     device: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def marked(self) -> bool:
+        """Whether the trace marks its steps."""
+        return bool(len(self.marks))
 
     @property
     def total_ns(self) -> int:
@@ -133,7 +138,7 @@ def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
         owned=owned,
         gpu=totals,
         kind="cpu" if chosen is None else "gpu",
-        marked=bool(len(marks)),
+        marks=marks,
         names=names,
         device=-1 if chosen is None else chosen,
         notes=_notes(trace, marks, chosen),

@@ -24,7 +24,7 @@ from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.evidence import by_name
 from steadytorch.traces.intervals import Spans, covered_ns, intersect, joined, subtract, union
 from steadytorch.traces.kernel_names import communicates
-from steadytorch.traces.steps import CALLS, find_steps, gpu_rows
+from steadytorch.traces.steps import CALLS, gpu_rows
 
 ON_HOST = r"(gloo|mpi):.*"
 """Ranges of collectives that run on the host, on threads of their own."""
@@ -80,7 +80,7 @@ class Compared:
         transfer: other communication that no work hides.
         communication: time with a collective running.
         slices: slice to its time; with `waiting` and `transfer` they add up to `total`. Time in
-            collectives that a slow host would have spent idle is part of `idle_launch`.
+            collectives for which a slow host would leave its GPU idle is part of the idle slices.
         collectives: number of collectives found.
         unmatched: the part of them that could not be matched over ranks; counted as transfer.
     """
@@ -135,8 +135,7 @@ def _host_ns(trace: Trace, ledger: Ledger) -> np.ndarray:
     """Time of each step's mark on the host, without blocked CUDA calls, in ns, shape (steps,)."""
     if ledger.kind != "gpu" or not ledger.marked:
         return np.zeros(len(ledger.steps))
-    _, marks = find_steps(trace, ledger.device)
-    start, end = trace.events.start_ns[marks], trace.events.end_ns[marks]
+    start, end = trace.events.start_ns[ledger.marks], trace.events.end_ns[ledger.marks]
     return (end - start - covered_ns(_blocked(trace), start, end)).astype(np.float64)
 
 
@@ -235,7 +234,8 @@ def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
     host = np.array([rank.host_ns[place] for rank, place in zip(ranks, places, strict=True)])
     idle = waiting - np.minimum(waiting, np.maximum(total - host, 0.0))
     if idle.any():
-        waiting, slices["idle_launch"] = waiting - idle, slices["idle_launch"] + idle
+        waiting = waiting - idle
+        slices = _with_idle(slices, idle)
     for name in waits:
         fastest = slices[name].min(axis=0)
         waiting = waiting + slices[name] - fastest
@@ -250,6 +250,19 @@ def compare(ranks: Sequence[RankSteps], waits: Sequence[str] = ()) -> Compared:
         collectives=sum(key[0] in numbers for rank in ranks for key in rank.collectives),
         unmatched=unmatched,
     )
+
+
+def _with_idle(slices: dict[str, np.ndarray], idle: np.ndarray) -> dict[str, np.ndarray]:
+    """Add idle time to each rank's idle slices, in proportion to their totals over all steps.
+
+    Idle time of a rank without any in its slices counts as `unknown`.
+    """
+    names = [name for name in slices if name.startswith("idle_") or name == "unknown"]
+    totals = {name: slices[name].sum(axis=1, keepdims=True) for name in names}
+    known = sum(totals.values())
+    totals["unknown"] = np.where(known == 0, 1.0, totals["unknown"])
+    known = np.where(known == 0, 1.0, known)
+    return slices | {name: slices[name] + idle * totals[name] / known for name in names}
 
 
 def _running(collectives: dict[Key, tuple[int, int]]) -> Spans:

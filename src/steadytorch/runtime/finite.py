@@ -28,7 +28,7 @@ def only_finite(
 class OnlyFinite:
     """A call that raises `NotFiniteError` for NaN or infinities in inputs on the CPU.
 
-    Sums each floating-point input: 15 us for 1x3x224x224 float32 on two cores, where a test of each
+    Sums each floating-point input: 9 us for 1x3x224x224 float32 on two cores, where a test of each
     element takes 190 us. A sum that overflows counts as infinite.
 
     Args:

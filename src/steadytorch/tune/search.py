@@ -667,7 +667,7 @@ class Search:
         elif self._pool.trials and self._pool.baseline.blocks:
             baseline = self._pool.baseline.measured(self._options.metric)
         character = self._scheduler.character
-        home = self._pool.trials[0].device if self._pool.trials else self._scheduler.device
+        home = self._pool.baseline.device if self._pool.trials else self._scheduler.device
         return TuneResult(
             baseline=baseline,
             winner=winner,
