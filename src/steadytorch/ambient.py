@@ -1,4 +1,4 @@
-"""Reads and restores PyTorch settings that transforms change, and finds active function modes."""
+"""Reads and restores process-wide PyTorch settings, and finds active function modes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C import (
+    _get_deterministic_algorithms,
+    _get_fp32_precision_getter,
+    _get_function_stack_at,
+    _len_torch_function_stack,
+)
 from torch.utils._device import DeviceContext
 
 from steadytorch.errors import UsageError
@@ -150,6 +155,28 @@ class flags:  # noqa: N801 - used like a function, in `with flags(...)`
         finally:
             if self._found:  # one failed: restore the others
                 self.__exit__()
+
+
+def in_force() -> tuple[Any, ...]:
+    """Return the settings that prepared code has baked in: recorded, frozen or converted code.
+
+    They are the default dtype, deterministic algorithms and, with a GPU, the precision of float32
+    matrix products and convolutions. Reading them takes 0.1 us, with a GPU 0.3 us, so that each
+    tuned call can compare them.
+    """
+    settings = torch.get_default_dtype(), _get_deterministic_algorithms()
+    if not _has_gpu():
+        return settings
+    return (
+        *settings,
+        _get_fp32_precision_getter("cuda", "matmul"),
+        _get_fp32_precision_getter("cuda", "conv"),
+    )
+
+
+@cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def has_function_mode() -> bool:

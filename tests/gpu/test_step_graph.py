@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,14 +14,18 @@ from torch.nn import functional
 
 from steadytorch.graphs.checks import Snapshot
 from steadytorch.graphs.step import (
+    ANOMALY,
     BACKWARD,
     CHANGING,
     ELSEWHERE,
     HOST_RANDOM,
     KEEPS_STATE,
     MOVED,
+    SAVED,
     STEP,
     UPDATE,
+    WARM_UP,
+    WARM_UP_AGAIN,
     WARMING,
     CapturedStep,
 )
@@ -287,6 +293,58 @@ def test_what_cannot_be_recorded_runs_eagerly_and_random_numbers_go_on():
     one, other = both(batches(12), loss=loss)
     assert one[0].replays == 0
     assert any(reason.startswith("cannot be recorded") for reason in one[0].eager)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("around", "reason"),
+    [
+        (torch.autograd.detect_anomaly, ANOMALY),
+        (partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.neg), SAVED),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_context_that_backward_passes_heed_is_heeded(around, reason):
+    found = []
+    for scope in (STEP, None):
+        step, net, inner = made(scope=scope)
+        numbers = itertools.count()
+
+        def within(*given, step=step, numbers=numbers):
+            with around() if next(numbers) > 8 else nullcontext():
+                return step(*given)
+
+        found.append((step, net, inner, train(within, batches(12))))
+    step = found[0][0]
+    assert (step.replays, step.eager[reason]) == (6, 3)
+    assert_same(*found)
+
+
+def test_a_recording_belongs_to_the_process_wide_settings():
+    def between(inner):
+        return lambda i: torch.set_float32_matmul_precision("high" if 8 < i < 18 else "highest")
+
+    try:
+        one, other = both(batches(24), between)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (one[0].graphs, one[0].replays) == (2, 24 - WARM_UP - WARM_UP_AGAIN)
+    assert_same(one, other)
+
+
+def test_an_attribute_of_a_layer_is_not_fixed():
+    def between(inner):
+        return lambda i: setattr(one_model[-1].norm, "eps", 1e-5 if i < 8 else 0.5)
+
+    one_model = []
+
+    class Kept(Net):
+        def __init__(self):
+            super().__init__()
+            one_model.append(self)
+
+    one, other = both(batches(14), between, model=Kept)
+    assert one[0].graphs == 2
     assert_same(one, other)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,20 @@ def test_keywords_and_attributes_of_callables():
     assert settings.changed()
 
 
+def test_writes_to_arrays_that_the_loss_reads():
+    held = SimpleNamespace(rates=np.ones(3), bytes=bytearray(3))
+
+    def loss(output):
+        return output * held.rates[0] * held.bytes[0]
+
+    settings = Settings([], loss)
+    for array in (held.rates, held.bytes):
+        assert not settings.changed()
+        array[0] = 2
+        assert settings.changed()
+        settings.remember()
+
+
 def test_an_unbound_cell_is_no_value():
     def loss(output):
         return output * later
@@ -75,14 +90,25 @@ def test_an_unbound_cell_is_no_value():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("scale", 2.0), ("mode", "b"), ("flag", True), ("drop.p", 0.7)]
+    ("name", "value"),
+    [
+        ("scale", 2.0),
+        ("mode", "b"),
+        ("flag", True),
+        ("array", np.full(3, 2.0)),
+        ("drop.p", 0.7),
+        ("act.negative_slope", 0.5),
+        ("conv.stride", (2, 2)),
+        ("act.forward", abs),
+    ],
 )
 def test_attributes_of_modules(name, value):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.scale, self.mode, self.flag, self.list = 1.0, "a", False, [1]
-            self.drop = nn.Dropout(0.5)
+            self.array = np.ones(3)
+            self.drop, self.act, self.conv = nn.Dropout(0.5), nn.LeakyReLU(), nn.Conv2d(3, 3, 3)
 
     net = Net()
     settings = Settings([net], nn.MSELoss())

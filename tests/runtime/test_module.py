@@ -198,6 +198,36 @@ def test_a_switch_to_train_runs_untouched_and_back_serves_again(model, x, tuned)
     assert tuned.report().calls[mode] == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.use_deterministic_algorithms(True),
+    ],
+)
+def test_process_wide_settings_of_the_call_are_heeded(x, tuned, change):
+    tuned(x)
+    change()
+    try:
+        tuned(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    tuned(x)
+    said = "untouched: process-wide settings changed since the plan was set up"
+    assert tuned.report().calls[said] == 1
+
+
+def test_settings_from_before_the_first_call_are_those_of_the_plan(x, tuned):
+    torch.set_default_dtype(torch.float64)
+    try:
+        tuned(x)
+        tuned(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not tuned.report().fallbacks
+
+
 def test_a_mode_switch_behind_the_wrapper_is_seen(model, x, tuned):
     tuned(x)
     model.train()

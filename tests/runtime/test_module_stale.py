@@ -74,6 +74,7 @@ CHANGES = {
     "module replaced": _replace_module,
     "parametrized": _parametrize,
     "statistics": lambda model, x: model.norm.running_mean.add_(1),
+    "attribute of a layer": lambda model, x: setattr(model.norm, "eps", 2.0),
     "submodule to train": lambda model, x: model.norm.train(),
 }
 

@@ -29,11 +29,16 @@ def checked(model, candidate, every, **options):
     )
 
 
+class Shifted(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + 10.0
+
+
 @pytest.mark.parametrize("name", COPYING)
 def test_a_change_out_of_sight_is_found_by_the_next_check(model, x, name):
     tuned = checked(model, CANDIDATES[name], 4)
     answer(tuned, x)  # watched, and none of the calls that are counted
-    model.norm.eps = 10.0
+    model.norm.__class__ = Shifted
     expected = answer(model, x)
     found = [answer(tuned, x) for _ in range(6)]
     assert not any(torch.allclose(each, expected, atol=0.05) for each in found[:3])

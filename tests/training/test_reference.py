@@ -9,9 +9,14 @@ from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
 from steadytorch.training.passes import BUFFERS, GRADIENTS, LOSS, OUTPUTS
-from steadytorch.training.reference import ROUNDING, growth_of, is_repeatable, make_reference
+from steadytorch.training.reference import (
+    INPUT_SETS,
+    ROUNDING,
+    growth_of,
+    is_repeatable,
+    make_reference,
+)
 from steadytorch.verification.verdict import OutputError
-from steadytorch.verification.verify import INPUT_SETS
 from steadytorch.workload.start import Start, parameters_of, with_optimizer
 from steadytorch.workload.workload import Workload
 
@@ -104,10 +109,8 @@ def test_every_other_set_is_of_other_weights():
     assert len(data["sets"]) == INPUT_SETS
     made, start = workload()
     made.model(*data["sets"][0])
-    for number in (0, 2):
-        start.restore()
-        found = made.model(*data["sets"][number])
-        assert torch.equal(found, data["own"][number][0])
+    start.restore()
+    assert torch.equal(made.model(*data["sets"][0]), data["own"][0][0])
     start.restore()
     assert not torch.allclose(made.model(*data["sets"][1]), data["own"][1][0], rtol=1e-2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -54,6 +55,65 @@ def test_it_is_the_same_update(optimizer, implementation, merge):
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
     states = [o.state_dict()["state"] for o in (made, own)]
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+def converted(model, optimizer):
+    model.to(memory_format=torch.channels_last)
+
+
+def loaded(model, optimizer):
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if value.dim() == 4:
+                state[name] = value.to(memory_format=torch.channels_last)
+
+
+def expanded(model, optimizer):
+    model[0].weight.grad = torch.arange(3.0).expand(4, 3, 3, 3).mT
+
+
+def sparse(model, optimizer):
+    model[0].weight.grad = model[0].weight.grad.to_sparse()
+
+
+def overlapping(model, optimizer):
+    model[0].weight.data = torch.randn(4, 3, 3, 6)[..., ::2]
+
+
+UNLIKE = [
+    *product(["adamw", "sgd", "adagrad"], [converted, loaded, expanded, overlapping]),
+    *product(["plain sgd", "adagrad"], [sparse]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(("optimizer", "change"), UNLIKE)
+def test_a_fused_step_needs_the_layout_of_the_parameters(optimizer, change):
+    weights = []
+    for implementation in (OWN, FUSED):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+        made = OPTIMIZERS[optimizer](model.parameters())
+        update = Update(made, implementation)
+        x = torch.randn(5, 3, 6, 6)
+        for number in range(6):
+            made.zero_grad()
+            model(x).square().mean().backward()
+            if number == 3 or (number > 3 and change in (expanded, sparse)):
+                change(model, made)
+            update()
+            assert (update.fallback is None) is (number < 3 or implementation == OWN)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
+def test_strides_of_dimensions_of_one_element_are_no_layout():
+    weight = nn.Parameter(torch.randn(4, 3, 1, 1))
+    weight.grad = torch.randn(4, 1, 1, 3).permute(0, 3, 1, 2)
+    assert weight.stride() != weight.grad.stride()
+    update = Update(torch.optim.AdamW([weight]), FUSED)
+    update()
+    assert update.fallback is None
 
 
 @pytest.mark.parametrize("cycle", [False, True])

@@ -74,7 +74,7 @@ class ExplainHandler(WorkloadHandler):
         """Profile steps into the file `TRACE_FILE`; return a `Profiled`.
 
         One step is profiled first, to warm up the profiler and to estimate how many steps fit in
-        `seconds`.
+        `seconds`. If one step suffices, that is it.
 
         Args:
             steps: maximum number of steps.
@@ -82,6 +82,8 @@ class ExplainHandler(WorkloadHandler):
                 one, if more would exceed a trace of `TRACE_BYTES`.
         """
         first = self._profiled(1)
+        if steps == 1:
+            return msgspec.to_builtins(first)
         step_s = 1e-9 * max(first.periods_ns) + first.closing_s
         in_time = max(FEWEST_STEPS, int(seconds / step_s))
         in_space = max(1, TRACE_BYTES // first.step_bytes)

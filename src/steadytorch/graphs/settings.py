@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from steadytorch.workload.contents import checksum
 from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads
 
-_SCHEDULED = ("p", "momentum")
-"""Attributes of PyTorch's own layers that schedules change: rates of dropout and of batch norm."""
+_ARRAYS = (np.ndarray, array, bytearray)
+_KEPT = (*PLAIN, Tensor, *_ARRAYS)
+"""Classes of attributes whose values a graph may keep."""
 
 
 class Settings:
@@ -23,12 +28,13 @@ class Settings:
     after the step's Python code has run, so that values set by the step itself do not count as
     changed.
 
-    The values are numbers, strings and tensors. `Settings` reads them from attributes of modules,
-    and from globals, closures, objects and containers that the loss or the `forward` of a
+    The values are numbers, strings, tensors and arrays. `Settings` reads them from attributes of
+    modules, and from globals, closures, objects and containers that the loss or the `forward` of a
     user-defined module reads.
 
     A tensor counts as changed if its memory does. A CPU tensor of one element also counts as
-    changed if its value does, because kernels get the value as an argument.
+    changed if its value does, because kernels get the value as an argument. Of an array, the first
+    64 KiB are compared.
 
     Args:
         modules: the module trees of the step.
@@ -50,6 +56,7 @@ class Settings:
             for module in tree.modules()
             if id(module) not in known
         }
+        self._layers = [layer for module in own for layer in _of_layer(module)]
         found = [place for module in own for place in _of_module(module)]
         found += [place for module in of_loss.values() for place in _of_loss_module(module)]
         for module in (*own, *of_loss.values()):
@@ -71,22 +78,46 @@ class Settings:
         for each in self.read.lists:
             values += [len(each), *islice(each, MOST_ITEMS)]
         values += [dict(each) for each in self.read.mappings]
-        return list(map(_comparable, values))
+        return [*map(_comparable, values), *(_held(names, held) for names, held in self._layers)]
+
+
+_Layer = tuple[Callable[[Any], Any], Mapping[str, Any]]
+"""Reads some attributes of a layer at once; and all its attributes."""
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _of_layer(module: nn.Module) -> list[_Layer]:
+    """The plain attributes of one of PyTorch's own layers, such as a rate or a stride."""
+    held = vars(module)
+    names = [
+        name
+        for name in held
+        if name not in OF_MODULES and isinstance(held[name], (*PLAIN, tuple, type(None)))
+    ]
+    return [(itemgetter(*names), held)] if names and _is_layer(module) else []
+
+
+def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
+    """These attributes and the number of all: an assigned `forward` hides that of the class."""
+    try:
+        return names(held), len(held)
+    except KeyError:
+        return None
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
     held = vars(module)
-    if type(module).__module__.startswith("torch.nn."):
-        names: Iterable[str] = (name for name in _SCHEDULED if name in held)
-    else:
-        names = (name for name in held if name not in OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], (*PLAIN, Tensor)))
+    names = () if _is_layer(module) else [name for name in held if name not in OF_MODULES]
+    return ((held, name) for name in names if isinstance(held[name], _KEPT))
 
 
 def _of_loss_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
     held = vars(module)
     names = (name for name in held if name == "training" or name not in OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], (*PLAIN, Tensor)))
+    return ((held, name) for name in names if isinstance(held[name], _KEPT))
 
 
 class _Memory(NamedTuple):
@@ -112,6 +143,8 @@ class _Same:
 def _comparable(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, _ARRAYS):
+        return checksum(value)
     if not isinstance(value, Tensor):
         return None
     if value.layout != torch.strided:

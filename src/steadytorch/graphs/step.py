@@ -27,10 +27,11 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SparseAdam
 
-from steadytorch.ambient import has_function_mode
+from steadytorch.ambient import has_function_mode, in_force
 from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
@@ -81,6 +82,8 @@ OUTSIDE = "parameters that the optimizer does not hold require gradients"
 CLOSED = "closed"
 AUTOCAST = "called under autocast"
 MODE = "called inside a dispatch or function mode"
+ANOMALY = "called inside detect_anomaly, which checks each backward operation"
+SAVED = "called inside saved_tensors_hooks"
 KEEPS_STATE = "the model or the loss keeps Python state between its calls"
 HOST_RANDOM = "the step draws random numbers on the CPU"
 SET = "attributes of the model, or values that the loss reads, changed"
@@ -150,7 +153,7 @@ class CapturedStep:
         if reason is not None:
             return self._eagerly(reason, given)
         try:
-            key = _described(given)
+            key = key_of(given)
         except _IndescribableError as error:
             return self._eagerly(str(error), given)
         entry = self._entries.get(key)
@@ -575,6 +578,10 @@ class CapturedStep:
             return AUTOCAST
         if _len_torch_dispatch_stack() or has_function_mode():
             return MODE
+        if torch.is_anomaly_enabled():
+            return ANOMALY
+        if _top_saved_tensors_default_hooks(True) is not None:
+            return SAVED
         tensors = tensors_of(given)
         if any(tensor.requires_grad for tensor in tensors):
             return NEEDS_GRADIENT
@@ -852,6 +859,15 @@ class _Registries:
 
 class _IndescribableError(Exception):
     """An input holds values that its signature cannot describe but a graph would bake in."""
+
+
+def key_of(given: tuple[Any, ...]) -> Any:
+    """The key of a call's graphs: its signature and the process-wide settings that graphs keep.
+
+    Raises:
+        _IndescribableError: an argument has no signature.
+    """
+    return _described(given), in_force()
 
 
 def _described(value: Any) -> Any:

@@ -27,6 +27,7 @@ from steadytorch.graphs.step import (
     _described,
     _Entry,
     _IndescribableError,
+    key_of,
 )
 from steadytorch.ranks.agreement import Agreement, Ballot, Refusal
 from steadytorch.ranks.group import Ranks
@@ -140,7 +141,7 @@ class UniformStep(CapturedStep):
         if (reason := self._off or self._obstacle(given)) is not None:
             return None, reason
         try:
-            entry = self._entries.get(_described(given))
+            entry = self._entries.get(key_of(given))
         except _IndescribableError as error:
             return None, str(error)
         if entry is None or entry.warm_up > 0:

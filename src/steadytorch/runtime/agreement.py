@@ -47,6 +47,9 @@ SIZED = 1e-3
 """Tensors with less than this share of the total norm are not checked."""
 CHUNK = 1 << 22
 """Elements compared at once: 100 MB of float64 temporaries."""
+CPU_CHUNK = 1 << 16
+"""The same on a CPU, where float64 temporaries that fit into a core's cache take an eighth of the
+time."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -197,10 +200,22 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
     return values.abs().amax()
 
 
-def norm(tensor: torch.Tensor) -> float:
-    """The L2 norm of a tensor, summed in float64."""
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return float(torch.linalg.vector_norm(wide))
+def norm(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
+    """The L2 norm of a tensor, or of its difference from another one, in float64.
+
+    Args:
+        tensor: of any dtype.
+        other: of any dtype and the same shape; None for the norm of `tensor` itself.
+    """
+    given = [tensor] if other is None else [tensor, other]
+    wide = torch.complex128 if any(each.is_complex() for each in given) else torch.float64
+    size = CPU_CHUNK if tensor.device.type == "cpu" else CHUNK
+    chunks = zip(*(each.reshape(-1).split(size) for each in given), strict=True)
+    norms = []
+    for chunk in chunks:
+        first, *rest = (part.to(wide) for part in chunk)
+        norms.append(torch.linalg.vector_norm(first - rest[0] if rest else first))
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def together(norms: Iterable[float]) -> float:

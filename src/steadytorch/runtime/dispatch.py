@@ -25,7 +25,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from steadytorch.ambient import has_function_mode
+from steadytorch.ambient import has_function_mode, in_force
 from steadytorch.compiled.artefact import Shelf
 from steadytorch.compiled.compiler_choices import NONE, Choices
 from steadytorch.compiled.prebuilt import Source
@@ -240,14 +240,16 @@ class Gate:
         off: why serving is off, or None if it is on.
         until: the `time.monotonic` time at which `off` expires.
         mode: the model's `training` flag when executors were built.
+        settings: process-wide settings when executors were built; see `ambient.in_force`.
     """
 
-    __slots__ = ("mode", "off", "until")
+    __slots__ = ("mode", "off", "settings", "until")
 
     def __init__(self, mode: bool) -> None:
         self.off: str | None = None
         self.until = math.inf
         self.mode = mode
+        self.settings = in_force()
 
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -363,6 +365,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             entry is None
             or is_watched
             or attributes["training"] is not gate.mode
+            or in_force() != gate.settings
             or needed.alive
             # `obstacle` inlined; export appears in the dispatch stack.
             or _is_any_autocast_enabled()
@@ -391,6 +394,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             entry is None
             or not (entry.is_proved or entry.is_unserved)
             or attributes["training"] is not gate.mode
+            or in_force() != gate.settings
             or needed.alive
             or forward_ad._current_level >= 0
             or (_len_torch_function_stack() and has_function_mode())

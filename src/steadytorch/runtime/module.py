@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_compiling
 
+from steadytorch.ambient import in_force
 from steadytorch.errors import PlanError, one_line
 from steadytorch.native.host import load
 from steadytorch.ranks.agreement import UncertainError
@@ -63,6 +64,7 @@ RAISED = "raised: the caller's own exception"
 KEYLESS = "these inputs have no signature"
 RELOADED = "the same weights were loaded again"
 SWITCHED = "the model was switched between train and eval"
+SET = "process-wide settings changed since the plan was set up"
 _OPTIONS = ServingOptions()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
@@ -78,8 +80,7 @@ class TunedModule(ModuleProxy):
     Executors are retired when weights are written to, moved or replaced after the plan was applied.
     Replacing, hooking or switching submodules between train and eval retires executors too.
     `refresh` rebuilds retired executors. Some changes cannot be detected: the writes that `Weights`
-    lists, attributes of PyTorch's own modules, and class attributes such as `forward`. After an
-    undetectable change, call `refresh`.
+    lists, and class attributes such as `forward`. After an undetectable change, call `refresh`.
 
     A deep copy of a tuned module serves the same plan with its own executors. An unpickled tuned
     module runs untouched, because the plan was not checked on the loading machine.
@@ -208,11 +209,11 @@ class TunedModule(ModuleProxy):
     def refresh(self) -> None:
         """Drops all executors; later calls rebuild them from the model's current state.
 
-        Call `refresh` after changing weights, environment variables or global PyTorch settings,
-        while no call is running.
+        Call `refresh` after changing weights, environment variables or process-wide PyTorch
+        settings, while no call is running.
         """
         self._free("refreshed")
-        self._gate.mode = self._model.training
+        self._gate.mode, self._gate.settings = self._model.training, in_force()
         self._gate.off, self._gate.until = self._why_off(), math.inf
 
     def close(self) -> None:
@@ -233,6 +234,10 @@ class TunedModule(ModuleProxy):
             return self._untouched(reason, args, kwargs)
         if self._model.training is not self._gate.mode:
             return self._missed(SWITCHED, args, kwargs)
+        if in_force() != self._gate.settings:
+            if self._entries.is_built:
+                return self._untouched(SET, args, kwargs)
+            self._gate.settings = in_force()
         try:
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)
         except UncertainError:  # serving untouched could differ from the other ranks

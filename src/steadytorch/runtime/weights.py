@@ -12,7 +12,6 @@ from operator import attrgetter, eq, is_
 from random import Random
 from typing import Any
 from weakref import WeakSet, ref
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from steadytorch.native.host import load
 from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
-from steadytorch.workload.contents import kept_attributes, memory_of
+from steadytorch.workload.contents import checksum, kept_attributes, memory_of
 from steadytorch.workload.reads import Reads, reads_of
 
 SAMPLES = 256
@@ -32,8 +31,6 @@ SAMPLES_HERE = 64
 ROUNDS = 8
 """Number of position sets; checks rotate through them, so that partial writes are found later."""
 
-ARRAY_BYTES = 1 << 16
-"""Leading bytes of an array that are compared at each check, in about 20 us."""
 LATE = "found late: the last results may come from the old weights"
 
 _END = object()
@@ -56,8 +53,8 @@ class Weights:
     - Optimizer steps: PyTorch's global hook reports each step of an optimizer over a watched
       tensor.
 
-    Plain attributes of modules of user-defined classes are compared too: values, tensors, arrays
-    and containers, including tensors and arrays in nested containers.
+    Plain attributes of layers of `torch.nn` and of modules of user-defined classes are compared
+    too; of the latter also the contents of arrays and containers, nested ones included.
 
     Limit: a write to a few elements of a large tensor may go undetected if it does not raise the
     version counter.
@@ -201,7 +198,7 @@ class _Watched:
         registries: dictionaries of parameters and buffers.
         links: dictionaries of submodules and forward hooks.
         modes: attribute dictionaries of the modules that have a training mode.
-        attributes: attribute dictionaries of the user's own modules, and dictionaries in them.
+        attributes: attribute dictionaries of modules, and dictionaries in the user's own ones.
         sequences: other containers in attributes.
         arrays: arrays, as of NumPy, in attributes and in what is read elsewhere.
         reads: what the modules' code reads elsewhere: of objects, globals and closures.
@@ -249,7 +246,7 @@ class _Walk:
     Attributes:
         modules: the given modules, and modules found in attributes.
         tensors: tensors in plain attributes and in containers.
-        dictionaries: attribute dictionaries of the user's own modules, and dictionaries in them.
+        dictionaries: attribute dictionaries of modules, and dictionaries in the user's own ones.
         sequences: lists, sets and deques in the user's own modules.
         others: values in the user's own modules that are none of these.
     """
@@ -272,8 +269,10 @@ class _Walk:
             self.modules.append(each)
             kept = kept_attributes(each)
             # `kept` leaves out what PyTorch's hooks recompute: such a dictionary always differs.
-            is_own = not type(each).__module__.startswith("torch.") and len(kept) == len(vars(each))
-            if is_own:
+            is_steady = len(kept) == len(vars(each))
+            origin = type(each).__module__
+            is_own = is_steady and not origin.startswith("torch.")
+            if is_own or (is_steady and origin.startswith("torch.nn.modules.")):
                 self.dictionaries.append(vars(each))
             for name, value in kept.items():
                 if name not in _OF_MODULES:
@@ -366,22 +365,17 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
     if not sequences and not held.reads and not arrays:
         return differs
     items, known = [list(found) for found in sequences], values()
-    sums = [*map(_checksum, arrays)]
+    sums = [*map(checksum, arrays)]
 
     def changed() -> bool:
         return (
             differs()
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
-            or [*map(_checksum, arrays)] != sums
+            or [*map(checksum, arrays)] != sums
         )
 
     return changed
-
-
-def _checksum(array: Any) -> int | None:
-    memory = memory_of(array)  # not kept, as a `bytearray` could not grow then
-    return None if memory is None else crc32(memory[:ARRAY_BYTES])
 
 
 def _holds(container: Any, items: list[Any]) -> bool:

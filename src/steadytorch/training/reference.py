@@ -46,7 +46,6 @@ from steadytorch.verification.verdict import (
     worst,
 )
 from steadytorch.verification.verify import (
-    INPUT_SETS,
     REPEATABLE,
     Arguments,
     fresh_inputs,
@@ -57,6 +56,9 @@ from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.start import Start, modules_of, parameters_of
 from steadytorch.workload.workload import TrainingStep, Workload
 
+INPUT_SETS = 2
+"""Input sets per step: the second has other inputs, and other weights too (see `passes.begin`), so
+that a candidate that kept either fails."""
 ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Relative noise per precision class: the unit roundoff."""
 COARSER = frozenset(ROUNDING.values())

@@ -358,7 +358,8 @@ class SetupScheduler:
         self._begin_waiting()
         live = self.unfinished
         self._share_cores(live, makes_way)
-        self._verify_waiting(live)
+        if not (self.shares_cores and makes_way):
+            self._verify_waiting(live)
         wait_any([*(trial.worker for trial in live), *also], 0.25)
         self._watcher.tick()
         for trial in live:
@@ -383,7 +384,7 @@ class SetupScheduler:
                 trial.resume(self._now())
 
     def _verify_waiting(self, trials: Sequence[LiveTrial]) -> None:
-        """Starts verifying candidates that were set up before the reference outputs were ready."""
+        """Starts verifying candidates that are set up, once the reference outputs are ready."""
         for trial in trials:
             if trial.stage == "waiting" and self.reference is not None:
                 trial.stage = "verification"
@@ -450,7 +451,6 @@ class SetupScheduler:
                 trial.accept_set_up(reply)
                 # The untouched workload needs no verification against itself.
                 trial.stage = "waiting" if trial.candidate else "timing"
-                self._verify_waiting([trial])
             else:
                 self._accept_verification(trial, reply)
         except WorkerFault as fault:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from steadytorch.bench.bench_worker import own_errors
+from steadytorch.bench.ramp import LONG_NS
 from steadytorch.device.facts import load_facts
 from steadytorch.device.roofline import matrix_rate
 from steadytorch.errors import UnsupportedError, UsageError
@@ -130,10 +131,13 @@ class TuningHandler(ExplainHandler):
 
     @own_errors()
     def explained(self) -> dict[str, Any]:
-        """Profiles a few steps of the untouched workload; returns an `Explained`.
+        """Profiles a few steps of the untouched workload, or one if it is long.
 
         Rules that need more than a profiler trace report no finding. The process must not be timed
         after profiling.
+
+        Returns:
+            An `Explained`.
         """
         # Imported here because every worker loads this file, but only one profiles.
         from steadytorch.findings.finding import Case
@@ -143,7 +147,8 @@ class TuningHandler(ExplainHandler):
         from steadytorch.traces.reader import read_trace
 
         self.set_up([])
-        profiled = msgspec.convert(self.profile(FEWEST_STEPS, 0.0), Profiled)
+        count = 1 if self.iteration_ns >= LONG_NS else FEWEST_STEPS
+        profiled = msgspec.convert(self.profile(count, 0.0), Profiled)
         trace = read_trace(self.directory / TRACE_FILE)
         facts = load_facts(str(self.workload.device))
         ledger = build_ledger(trace)

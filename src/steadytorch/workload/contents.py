@@ -17,6 +17,8 @@ SEQUENCES = (list, tuple, deque)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _CONSUMED = (Iterator, Queue, SimpleQueue)
 """Classes of values that reading changes: also generators and open files."""
+ARRAY_BYTES = 1 << 16
+"""Leading bytes of an array that are compared at each call, in about 20 us."""
 _turns = count()
 
 Contents = tuple[Any, list[Any] | None, list[Any], list[int | None]]
@@ -48,6 +50,12 @@ def memory_of(value: Any) -> memoryview | None:
         return memoryview(value).cast("B")
     except (TypeError, ValueError, BufferError):  # also of arrays that are not contiguous
         return None
+
+
+def checksum(array: Any) -> int | None:
+    """A checksum of an array's leading `ARRAY_BYTES`; None for other values."""
+    memory = memory_of(array)  # not kept, as a `bytearray` could not grow then
+    return None if memory is None else crc32(memory[:ARRAY_BYTES])
 
 
 def contents(value: Any, version: Callable[[Any], int | None] = version) -> Contents:

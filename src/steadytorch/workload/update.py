@@ -6,7 +6,7 @@ optimizer's state stays where `state_dict` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,9 @@ step runs uncompiled. Momentum schedules change hyper-parameters at every step, 
 compiles for seconds."""
 
 
+UNLIKE = "a gradient or the optimizer's state has another layout than its parameter"
+
+
 class Update:
     """Takes the step of an optimizer with a chosen implementation.
 
@@ -33,7 +36,7 @@ class Update:
         merge: whether groups with equal hyper-parameters are updated together.
 
     Attributes:
-        fallback: why a compiled step runs uncompiled; None if it runs compiled.
+        fallback: why steps do not use the implementation now; None if they do.
     """
 
     fallback: str | None = None
@@ -135,8 +138,10 @@ class Update:
                     vars(optimizer).pop(name, None)
 
     def _possible(self) -> str:
-        is_early = self.implementation == FUSED and not _begin_momentum(self.optimizer)
-        return OWN if is_early else self.implementation
+        if self.implementation != FUSED:
+            return self.implementation
+        self.fallback = None if _are_alike(self.optimizer) else UNLIKE
+        return FUSED if self.fallback is None and _begin_momentum(self.optimizer) else OWN
 
     def _switches(
         self, group: Mapping[str, Any], captured: bool, implementation: str
@@ -187,6 +192,43 @@ class GroupRates:
 def number(rate: Any) -> Any:
     """A learning rate as a number; a GPU tensor is returned as it is, to avoid a GPU wait."""
     return float(rate) if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
+
+
+def _are_alike(optimizer: Optimizer) -> bool:
+    """Whether gradients and state have the layout of their parameters, as fused steps need.
+
+    PyTorch's fused steps walk the memory of these tensors in parallel. On a CPU they compute wrong
+    weights if strides differ, as after a conversion to channels_last; on a GPU they raise.
+    """
+    return all(
+        _is_alike(parameter, (parameter.grad, *optimizer.state.get(parameter, {}).values()))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def _is_alike(parameter: Tensor, others: Iterable[Any]) -> bool:
+    sizes, strides = parameter.shape, parameter.stride()
+    if not (parameter.is_contiguous() or _extent(parameter) == parameter.numel()):
+        return False
+    for other in others:
+        if not isinstance(other, Tensor) or other.shape != sizes:
+            continue
+        if other.layout != torch.strided:
+            return False
+        found = other.stride()
+        if found != strides and any(
+            size > 1 and one != another
+            for size, one, another in zip(sizes, strides, found, strict=True)
+        ):
+            return False
+    return True
+
+
+def _extent(tensor: Tensor) -> int:
+    """Number of elements of memory from a tensor's first to its last element, both included."""
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _begin_momentum(optimizer: Optimizer) -> bool:
