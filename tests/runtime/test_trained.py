@@ -205,6 +205,7 @@ CHANGES = {
     "a layer": lambda model: setattr(model, "head", nn.Linear(8, 4)),
     "a weight": lambda model: setattr(model.head, "bias", nn.Parameter(torch.zeros(4))),
     "a hook": lambda model: model.conv.register_forward_hook(lambda *given: None),
+    "a backward hook": lambda model: model.norm.register_full_backward_hook(lambda *given: None),
     "a mode": lambda model: model.norm.eval(),
     "frozen": lambda model: model.conv.requires_grad_(False),
 }

@@ -107,6 +107,30 @@ def test_a_fused_step_needs_the_layout_of_the_parameters(optimizer, change):
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
 
 
+def test_a_compiled_step_ends_with_the_layout_of_its_parameters(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
+    model = nn.Conv2d(3, 4, 3)
+    update = Update(torch.optim.AdamW(model.parameters()), COMPILED)
+    x = torch.randn(2, 3, 6, 6)
+    for layout, kept in ((torch.contiguous_format, True), (torch.channels_last, False)):
+        model.to(memory_format=layout)
+        update.optimizer.zero_grad()
+        model(x).square().mean().backward()
+        update.optimizer.state.clear()  # its new tensors have the new layout
+        update()
+        assert (update.fallback is None) is kept
+
+
+def test_a_step_that_cannot_be_compiled_is_the_optimizers_own(monkeypatch):
+    def refuse():
+        raise torch._dynamo.exc.Unsupported("a graph break")
+
+    monkeypatch.setattr(torch, "compile", lambda step, dynamic: refuse)
+    (expected, _), (found, made) = trained("adamw", OWN, False), trained("adamw", COMPILED, False)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
+    assert not made.param_groups[0]["foreach"]
+
+
 def test_strides_of_dimensions_of_one_element_are_no_layout():
     weight = nn.Parameter(torch.randn(4, 3, 1, 1))
     weight.grad = torch.randn(4, 1, 1, 3).permute(0, 3, 1, 2)

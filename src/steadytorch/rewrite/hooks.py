@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 ON_ALL = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
 """PyTorch's registries of global module hooks; read only."""
+ON_ALL_BACKWARD = (
+    nn.modules.module._global_backward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+)
+"""The same for backward passes."""
 GRAPH_LACKS = "the model has hooks, which the traced graph would not call"
 FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -16,15 +22,15 @@ BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 _OWN = "steadytorch."
 
 
-def hooks_on_all() -> tuple[Any, ...]:
-    """Return the global hooks, which run around every module of the process.
+def hooks_on_all(registries: Iterable[Mapping[Any, Any]] = ON_ALL) -> tuple[Any, ...]:
+    """Return the global hooks of these registries, which run around every module of the process.
 
     This package's own hooks are left out, since they only observe: `benchmark_mode`, for example,
     counts the convolutions that PyTorch runs.
     """
     return tuple(
         hook
-        for registry in ON_ALL
+        for registry in registries
         for hook in registry.values()
         if not str(getattr(hook, "__module__", "")).startswith(_OWN)
     )

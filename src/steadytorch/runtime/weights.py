@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
-from steadytorch.rewrite.hooks import FORWARD, ON_ALL, hooks_on_all
+from steadytorch.rewrite.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.workload.contents import checksum, kept_attributes, memory_of
 from steadytorch.workload.reads import Reads, reads_of
@@ -88,7 +88,11 @@ class Weights:
 
     def remember(self) -> None:
         """Stores the current state as the reference; call `remember` before `changed`."""
-        own, all_held = _Watched(self._model), _Watched(self._model, plain=self._contents)
+        hooks, on_all = FORWARD, ON_ALL
+        if not self._contents:
+            hooks, on_all = (*FORWARD, *BACKWARD), (*ON_ALL, *ON_ALL_BACKWARD)
+        own = _Watched(self._model, hooks)
+        all_held = _Watched(self._model, hooks, plain=self._contents)
         announced: list[Any] = []
         replaced: list[Any] = []
         self._announced, differ = announced, _interpreted
@@ -109,8 +113,8 @@ class Weights:
         changed = differ(all_held, self._contents, True)
         self._moved = _moved(all_held)
         self._loads = Counter()
-        self.rewritten = _with_events(rewritten, announced)
-        self.changed = _with_events(changed, announced, replaced)
+        self.rewritten = _with_events(rewritten, on_all, announced)
+        self.changed = _with_events(changed, on_all, announced, replaced)
         self._on_device = DeviceSamples(all_held.tensors if self._contents else ())
         if self._on_device:
             self._sample_devices()
@@ -191,12 +195,13 @@ class _Watched:
 
     Args:
         model: the model to watch.
+        hooks: names of the modules' dictionaries of hooks to include.
         plain: whether to include plain attributes.
 
     Attributes:
         tensors: all tensors with a version counter; the model's parameters and buffers first.
         registries: dictionaries of parameters and buffers.
-        links: dictionaries of submodules and forward hooks.
+        links: dictionaries of submodules and hooks.
         modes: attribute dictionaries of the modules that have a training mode.
         attributes: attribute dictionaries of modules, and dictionaries in the user's own ones.
         sequences: other containers in attributes.
@@ -204,7 +209,7 @@ class _Watched:
         reads: what the modules' code reads elsewhere: of objects, globals and closures.
     """
 
-    def __init__(self, model: nn.Module, plain: bool = False) -> None:
+    def __init__(self, model: nn.Module, hooks: Sequence[str], plain: bool = False) -> None:
         modules = list(model.modules())
         self.attributes: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []
@@ -231,7 +236,7 @@ class _Watched:
         self.links = [
             linked
             for module in modules
-            for linked in (module._modules, *(vars(module).get(name) for name in FORWARD))
+            for linked in (module._modules, *(vars(module).get(name) for name in hooks))
             if isinstance(linked, dict)
         ]
         self.modes = [vars(m) for m in modules if "training" in vars(m)]
@@ -316,21 +321,23 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _with_events(differs: Callable[[], bool], *announced: list[Any]) -> Callable[[], bool]:
+def _with_events(
+    differs: Callable[[], bool], registries: Sequence[Mapping[Any, Any]], *announced: list[Any]
+) -> Callable[[], bool]:
     """Extends a comparison with checks of global module hooks and of recorded events.
 
     Args:
         differs: whether the weights differ from those remembered.
+        registries: the global hooks' dictionaries.
         announced: lists to which freed storages, and optimizer steps, add an item.
     """
-    before, after = ON_ALL
-    on_all = hooks_on_all()
+    on_all = hooks_on_all(registries)
     freed, replaced = announced[0], announced[-1]
 
     def changed() -> bool:
         if freed or replaced:
             return True
-        return differs() or (hooks_on_all() if before or after else ()) != on_all
+        return differs() or (hooks_on_all(registries) if any(registries) else ()) != on_all
 
     return changed
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steadytorch.errors import first_line
+
 OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _SCALES = "_step_supports_amp_scaling"
@@ -23,7 +25,7 @@ step runs uncompiled. Momentum schedules change hyper-parameters at every step, 
 compiles for seconds."""
 
 
-UNLIKE = "a gradient or the optimizer's state has another layout than its parameter"
+UNLIKE = "parameters, gradients and state differ in layout, or changed it"
 
 
 class Update:
@@ -47,6 +49,7 @@ class Update:
         self.optimizer, self.implementation, self.merge = optimizer, implementation, merge
         self._compiled: Any = None
         self._compiled_for: list[Any] = []
+        self._strides: list[tuple[int, ...]] = []
         self._rates: GroupRates | None = None
 
     def __call__(self, rates: Sequence[Tensor] | None = None) -> None:
@@ -61,14 +64,10 @@ class Update:
             return
         if self.implementation in (FUSED, COMPILED) or rates is not None:
             move_counters(self.optimizer)
-        compiled = self.implementation == COMPILED and not self._changes()
-        if compiled and rates is None:
-            rates = self._own_rates()
+        if self.implementation == COMPILED and not self._changes() and self._compiled_step(rates):
+            return
         with self._switched(rates):
-            if compiled:
-                self._compiled_step()
-            else:
-                self.optimizer.step()
+            self.optimizer.step()
 
     @contextmanager
     def switched(self) -> Iterator[None]:
@@ -85,19 +84,36 @@ class Update:
         return self._rates.refreshed()
 
     def _changes(self) -> bool:
-        """Whether hyper-parameters besides the learning rate change too often for compilation."""
-        if self.fallback is None:
-            found = [hyper_parameters(group, ("lr",)) for group in self.optimizer.param_groups]
-            if found not in self._compiled_for:
-                self._compiled_for.append(found)
-            if len(self._compiled_for) > MOST_COMPILED:
-                self.fallback = "hyper-parameters besides the learning rate change"
+        """Whether the step can no longer be compiled, for what `fallback` says."""
+        if self.fallback is not None:
+            return True
+        groups = self.optimizer.param_groups
+        found = [hyper_parameters(group, ("lr",)) for group in groups]
+        if found not in self._compiled_for:
+            self._compiled_for.append(found)
+        # Dynamo has no guards on the strides of an optimizer's tensors.
+        strides = [parameter.stride() for group in groups for parameter in group["params"]]
+        moved = self._strides and strides[: len(self._strides)] != self._strides
+        self._strides = strides
+        if len(self._compiled_for) > MOST_COMPILED:
+            self.fallback = "hyper-parameters besides the learning rate change"
+        elif moved or not _are_alike(self.optimizer):
+            self.fallback = UNLIKE
         return self.fallback is not None
 
-    def _compiled_step(self) -> None:
+    def _compiled_step(self, rates: Sequence[Tensor] | None) -> bool:
+        """Takes the compiled step; returns False, before it, if it cannot be compiled."""
+        from torch._dynamo.exc import TorchDynamoException
+
         if self._compiled is None:
             self._compiled = torch.compile(self.optimizer.step, dynamic=False)
-        self._compiled()
+        try:
+            with self._switched(self._own_rates() if rates is None else rates):
+                self._compiled()
+        except TorchDynamoException as error:
+            self.fallback = f"it cannot be compiled: {first_line(error, 120)}"
+            return False
+        return True
 
     @contextmanager
     def _switched(self, rates: Sequence[Tensor] | None) -> Iterator[None]:
@@ -152,7 +168,10 @@ class Update:
         elif implementation == FOREACH and (captured or not _needs_own_rate(group)):
             wanted = {"fused": False, "foreach": True}
         if captured or implementation == COMPILED:
-            wanted["capturable"] = device_of(group).type == "cuda"
+            on_gpu = device_of(group).type == "cuda"
+            wanted["capturable"] = on_gpu
+            if not on_gpu:  # there, foreach refuses a learning rate that is a tensor
+                wanted["foreach"] = False
         return {key: value for key, value in wanted.items() if key in group}
 
 
