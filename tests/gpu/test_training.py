@@ -164,7 +164,7 @@ def test_half_precision_is_not_the_same(referred):
 def test_what_bounds_a_step_is_known(referred):
     handler = TuningHandler(referred[0])
     handler.load("cuda", ambient())
-    explained = msgspec.convert(handler.explained(1.0), Explained)
+    explained = msgspec.convert(handler.explained(), Explained)
     found = msgspec.convert(handler.characterise(explained.product_flops), Character)
     assert found.regime in ("launch-bound", "memory-bound", "compute-bound")
     assert found.matrix_share is not None

@@ -30,14 +30,17 @@ def test_globals_of_the_loss(monkeypatch):
 
 
 def test_the_closure_of_the_loss():
-    rate, unused = 1.0, [1]
+    rate, sizes = 1.0, [1]
 
     def loss(output):
-        return output * rate + len(unused)
+        return output * rate + sizes[0]
 
     settings = Settings([], partial(loss))
-    unused = [2]
+    sizes = [1]
     assert not settings.changed()
+    sizes = [2]
+    assert settings.changed()
+    settings.remember()
     rate = 3.0
     assert settings.changed()
 
@@ -100,6 +103,8 @@ def test_an_unbound_cell_is_no_value():
         ("act.negative_slope", 0.5),
         ("conv.stride", (2, 2)),
         ("act.forward", abs),
+        ("forward", abs),
+        ("inner", abs),
     ],
 )
 def test_attributes_of_modules(name, value):
@@ -107,7 +112,7 @@ def test_attributes_of_modules(name, value):
         def __init__(self):
             super().__init__()
             self.scale, self.mode, self.flag, self.list = 1.0, "a", False, [1]
-            self.array = np.ones(3)
+            self.array, self.inner = np.ones(3), torch.relu
             self.drop, self.act, self.conv = nn.Dropout(0.5), nn.LeakyReLU(), nn.Conv2d(3, 3, 3)
 
     net = Net()

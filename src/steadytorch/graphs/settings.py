@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,8 +16,6 @@ from steadytorch.workload.contents import checksum
 from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads
 
 _ARRAYS = (np.ndarray, array, bytearray)
-_KEPT = (*PLAIN, Tensor, *_ARRAYS)
-"""Classes of attributes whose values a graph may keep."""
 
 
 class Settings:
@@ -28,10 +26,10 @@ class Settings:
     after the step's Python code has run, so that values set by the step itself do not count as
     changed.
 
-    The values are numbers, strings, tensors and arrays. `Settings` reads them from attributes of
-    modules, and from globals, closures, objects and containers that the loss or the `forward` of a
-    user-defined module reads.
+    `Settings` reads the values from attributes of modules, and from globals, closures, objects and
+    containers that the loss or the `forward` of a user-defined module reads.
 
+    Numbers, strings and containers are compared by value, functions and other objects by identity.
     A tensor counts as changed if its memory does. A CPU tensor of one element also counts as
     changed if its value does, because kernels get the value as an argument. Of an array, the first
     64 KiB are compared.
@@ -77,8 +75,11 @@ class Settings:
         values += self.read.values()
         for each in self.read.lists:
             values += [len(each), *islice(each, MOST_ITEMS)]
-        values += [dict(each) for each in self.read.mappings]
-        return [*map(_comparable, values), *(_held(names, held) for names, held in self._layers)]
+        return [
+            *map(_comparable, values),
+            *(dict(each) for each in self.read.mappings),
+            *(_held(names, held) for names, held in self._layers),
+        ]
 
 
 _Layer = tuple[Callable[[Any], Any], Mapping[str, Any]]
@@ -108,16 +109,22 @@ def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
         return None
 
 
-def _of_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _of_module(module: nn.Module) -> Iterable[tuple[Mapping[str, Any], str]]:
     held = vars(module)
-    names = () if _is_layer(module) else [name for name in held if name not in OF_MODULES]
-    return ((held, name) for name in names if isinstance(held[name], _KEPT))
+    return () if _is_layer(module) else ((held, name) for name in ("forward", *_fixed(held)))
 
 
-def _of_loss_module(module: nn.Module) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _of_loss_module(module: nn.Module) -> Iterable[tuple[Mapping[str, Any], str]]:
     held = vars(module)
-    names = (name for name in held if name == "training" or name not in OF_MODULES)
-    return ((held, name) for name in names if isinstance(held[name], _KEPT))
+    return ((held, name) for name in ("forward", "training", *_fixed(held)))
+
+
+def _fixed(held: Mapping[str, Any]) -> Iterator[str]:
+    """Attributes that a graph may fix: those that code reads of containers, `Reads` finds."""
+    for name, value in held.items():
+        is_kept = callable(value) or isinstance(value, (*PLAIN, Tensor, *_ARRAYS))
+        if is_kept and name not in OF_MODULES and name != "forward":
+            yield name
 
 
 class _Memory(NamedTuple):
@@ -140,13 +147,17 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _comparable(value: Any) -> Any:
-    if isinstance(value, PLAIN):
+def _comparable(value: Any, depth: int = 2) -> Any:
+    if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, _ARRAYS):
         return checksum(value)
+    if isinstance(value, dict | list | tuple) and depth:
+        items = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+        some = islice(items, 2 * MOST_ITEMS)
+        return type(value), len(value), [_comparable(item, depth - 1) for item in some]
     if not isinstance(value, Tensor):
-        return None
+        return _Same(value)
     if value.layout != torch.strided:
         return _Same(value)
     is_scalar = value.device.type == "cpu" and value.numel() == 1

@@ -36,6 +36,8 @@ from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
+from steadytorch.rewrite.hooks import BACKWARD as BACKWARD_HOOKS
+from steadytorch.rewrite.hooks import FORWARD
 from steadytorch.workload.contents import Contents, contents, kept_attributes, same, version
 from steadytorch.workload.generators import host_states
 from steadytorch.workload.reads import modules_read
@@ -825,7 +827,7 @@ class _Fixed:
 
 
 class _Registries:
-    """The dictionaries in which modules hold parameters, buffers and submodules.
+    """The classes of modules, and the dictionaries of their parameters, buffers, modules and hooks.
 
     Comparing the items of the dictionaries takes a tenth of the time of `parameters()` and
     `buffers()`.
@@ -836,7 +838,9 @@ class _Registries:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         own = [module for tree in modules for module in tree.modules()]
+        self._own, self._classes = own, list(map(type, own))
         held: list[Any] = [d for m in own for d in (m._parameters, m._buffers, m._modules)]
+        held += [vars(m).get(name) for m in own for name in (*FORWARD, *BACKWARD_HOOKS)]
         # Those of scripted modules are made at each access, and are no dictionaries.
         self._scripted = [m for m in own if not isinstance(m._parameters, dict)]
         self._held = [found for found in held if isinstance(found, dict)]
@@ -850,10 +854,11 @@ class _Registries:
         return list(map(len, self._held)), items
 
     def changed(self) -> bool:
-        """Whether a parameter, buffer or submodule was replaced, added or removed."""
+        """Whether a module's class changed, or an item was replaced, added or removed."""
         lengths, items = self._now()
         # Without the check of lengths, `map` would ignore what was appended.
         same = lengths == self._lengths and len(items) == len(self._items)
+        same = same and list(map(type, self._own)) == self._classes
         return not (same and all(map(is_, items, self._items)))
 
 
