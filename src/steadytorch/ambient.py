@@ -160,8 +160,8 @@ class flags:  # noqa: N801 - used like a function, in `with flags(...)`
 def in_force() -> tuple[Any, ...]:
     """Return the settings that prepared code has baked in: recorded, frozen or converted code.
 
-    They are the default dtype, deterministic algorithms and, with a GPU, the precision of float32
-    matrix products and convolutions. Reading them takes 0.1 us, with a GPU 0.3 us, so that each
+    They are the default dtype, deterministic algorithms and, with a GPU, whether float32 matrix
+    products and convolutions use TF32. Reading them takes 0.1 us, with a GPU 0.3 us, so that each
     tuned call can compare them.
     """
     settings = torch.get_default_dtype(), _get_deterministic_algorithms()
@@ -169,8 +169,8 @@ def in_force() -> tuple[Any, ...]:
         return settings
     return (
         *settings,
-        _get_fp32_precision_getter("cuda", "matmul"),
-        _get_fp32_precision_getter("cuda", "conv"),
+        _get_fp32_precision_getter("cuda", "matmul") == "tf32",
+        _get_fp32_precision_getter("cuda", "conv") == "tf32",
     )
 
 

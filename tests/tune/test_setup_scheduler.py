@@ -216,6 +216,9 @@ def test_what_is_begun_is_taken_further_while_another_worker_is_waited_for(no_wa
     scheduler.begin([(EAGER,), (DETERMINISTIC,)], 2, 60.0)
     assert scheduler.begun == ((EAGER,), (DETERMINISTIC,))
     assert scheduler.pump_until(Elsewhere(50, "an answer"), 60.0) == "an answer"
+    # On a CPU, none is verified while the other worker runs a model.
+    assert {trial.stage for trial in scheduler.under_way} == {"waiting"}
+    scheduler.pump_until(Elsewhere(50, None), 60.0, loads=True)
     assert {trial.stage for trial in scheduler.under_way} == {"timing"}
     before = len(stage.events)
     trials = scheduler.prepare([], 2, 60.0, 1)
@@ -262,6 +265,6 @@ def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     scheduler.give_up("budget exhausted")
     trials = scheduler.prepare([], 2, 60.0, 1)
     assert [trial.status for trial in trials] == ["rejected", "rejected"]
-    assert {trial.reason for trial in trials} == {"verification: budget exhausted"}
+    assert {trial.reason for trial in trials} == {"waiting: budget exhausted"}
     assert not any(trial.worker.alive for trial in trials)
     assert scheduler.begun == ()
