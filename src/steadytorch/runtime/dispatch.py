@@ -365,7 +365,6 @@ def fast_path(  # noqa: C901 - inlined for speed
             entry is None
             or is_watched
             or attributes["training"] is not gate.mode
-            or in_force() != gate.settings
             or needed.alive
             # `obstacle` inlined; export appears in the dispatch stack.
             or _is_any_autocast_enabled()
@@ -374,6 +373,7 @@ def fast_path(  # noqa: C901 - inlined for speed
             or peek_interpreter_stack() is not None
             or is_dynamo_compiling()
             or (_len_torch_function_stack() and has_function_mode())
+            or in_force() != gate.settings
             or not (entry.is_proved or entry.is_unserved)
         ):
             return slow_path(args, kwargs)
@@ -394,10 +394,10 @@ def fast_path(  # noqa: C901 - inlined for speed
             entry is None
             or not (entry.is_proved or entry.is_unserved)
             or attributes["training"] is not gate.mode
-            or in_force() != gate.settings
             or needed.alive
             or forward_ad._current_level >= 0
             or (_len_torch_function_stack() and has_function_mode())
+            or in_force() != gate.settings
         ):
             return slow_path(args, kwargs)
         return (run if entry.is_proved else unserved)(entry, args, kwargs)
