@@ -492,8 +492,8 @@ def tune(
         device: where to run; None for the workload's device.
         devices: GPUs of one kind that share the search, such as `["cuda:0", "cuda:1"]`; `"all"` for
             all idle ones of the kind of `device`; None for `device` alone. Candidates are raced on
-            several GPUs at once, each against the untouched workload on its own GPU. The finalists
-            are compared on the first one.
+            several GPUs at once, each against the untouched workload on its own GPU. The plan is
+            confirmed on the GPU of the leader.
         store: folder of the plan store; None for `~/.cache/steadytorch/plans`.
         mode: `replay` returns a stored plan, or searches if there is none; `tune` always searches;
             `strict` only returns a stored plan.
