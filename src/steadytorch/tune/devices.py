@@ -22,7 +22,7 @@ class Devices(NamedTuple):
     """Devices for one search.
 
     Attributes:
-        names: torch devices of one kind; winners are compared on the first.
+        names: torch devices of one kind; the first is that of the search.
         left_out: reason by device that is not used.
         notes: one line for each device that is busy.
     """
