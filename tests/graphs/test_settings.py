@@ -103,6 +103,7 @@ def test_an_unbound_cell_is_no_value():
         ("act.negative_slope", 0.5),
         ("conv.stride", (2, 2)),
         ("act.forward", abs),
+        ("tanh.forward", abs),
         ("forward", abs),
         ("inner", abs),
     ],
@@ -113,6 +114,7 @@ def test_attributes_of_modules(name, value):
             super().__init__()
             self.scale, self.mode, self.flag, self.list = 1.0, "a", False, [1]
             self.array, self.inner = np.ones(3), torch.relu
+            self.tanh = nn.Tanh()
             self.drop, self.act, self.conv = nn.Dropout(0.5), nn.LeakyReLU(), nn.Conv2d(3, 3, 3)
 
     net = Net()

@@ -98,7 +98,7 @@ def _of_layer(module: nn.Module) -> list[_Layer]:
         for name in held
         if name not in OF_MODULES and isinstance(held[name], (*PLAIN, tuple, type(None)))
     ]
-    return [(itemgetter(*names), held)] if names and _is_layer(module) else []
+    return [(itemgetter(*names) if names else len, held)] if _is_layer(module) else []
 
 
 def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
