@@ -8,6 +8,7 @@ from torch import nn
 
 from steadytorch.runtime import agreement
 from steadytorch.runtime.agreement import (
+    CPU_CHUNK,
     SIZED,
     SIZES,
     bound,
@@ -168,6 +169,15 @@ def test_a_nan_norm_is_wrong():
     found = wrong_size(EXPECTED | {"large": torch.full((4,), NAN)}, EXPECTED)
     assert found is not None
     assert found[0] == "large"
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norm_of_a_difference_is_that_in_float64(other):
+    one = torch.randn(3, CPU_CHUNK, generator=torch.Generator().manual_seed(0)).T[5:]
+    two = (one + 1e-3).to(other)
+    expected = float((one.double() - two.double()).norm())
+    assert norm(one, two) == pytest.approx(expected, rel=1e-12)
+    assert norm(one, one + 0j) == 0.0
 
 
 def test_norms_are_summed_in_double_precision():

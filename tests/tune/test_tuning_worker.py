@@ -10,6 +10,7 @@ from steadytorch.bench import bench_worker as base
 from steadytorch.bench.bench_worker import SetUp, save_payload
 from steadytorch.bench.ramp import RAMP_NS
 from steadytorch.errors import UnsupportedError, UsageError
+from steadytorch.explain import explain_worker
 from steadytorch.explain.explain_worker import TRACE_FILE
 from steadytorch.measure import sampler
 from steadytorch.process.messages import encode
@@ -182,6 +183,15 @@ def _assert_counted(handler):
     with FlopCounterMode(display=False) as counter:
         handler.step()
     assert explained.product_flops == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize(("long_ns", "profiles"), [(0, 1), (1e12, 2)])
+def test_a_long_step_is_profiled_once(loaded, monkeypatch, long_ns, profiles):
+    made, profile = [], explain_worker.profile_of
+    monkeypatch.setattr(module, "LONG_NS", long_ns)
+    monkeypatch.setattr(explain_worker, "profile_of", lambda d: made.append(d) or profile(d))
+    _assert_counted(loaded)
+    assert len(made) == profiles
 
 
 @pytest.mark.parametrize("flops", [None, 1000])

@@ -54,9 +54,10 @@ class Settings:
             for module in tree.modules()
             if id(module) not in known
         }
-        self._layers = [layer for module in own for layer in _of_layer(module)]
-        found = [place for module in own for place in _of_module(module)]
-        found += [place for module in of_loss.values() for place in _of_loss_module(module)]
+        self._layers = [_of_layer(module) for module in own if _is_layer(module)]
+        found = [place for module in own if not _is_layer(module) for place in _of_module(module)]
+        for module in of_loss.values():
+            found += _of_module(module, "training")
         for module in (*own, *of_loss.values()):
             read.forward(module)
         self._places, self.read = found, read
@@ -90,7 +91,7 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def _of_layer(module: nn.Module) -> list[_Layer]:
+def _of_layer(module: nn.Module) -> _Layer:
     """The plain attributes of one of PyTorch's own layers, such as a rate or a stride."""
     held = vars(module)
     names = [
@@ -98,7 +99,7 @@ def _of_layer(module: nn.Module) -> list[_Layer]:
         for name in held
         if name not in OF_MODULES and isinstance(held[name], (*PLAIN, tuple, type(None)))
     ]
-    return [(itemgetter(*names) if names else len, held)] if _is_layer(module) else []
+    return itemgetter(*names) if names else len, held
 
 
 def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
@@ -109,18 +110,13 @@ def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
         return None
 
 
-def _of_module(module: nn.Module) -> Iterable[tuple[Mapping[str, Any], str]]:
+def _of_module(module: nn.Module, *also: str) -> list[tuple[Mapping[str, Any], str]]:
     held = vars(module)
-    return () if _is_layer(module) else ((held, name) for name in ("forward", *_fixed(held)))
-
-
-def _of_loss_module(module: nn.Module) -> Iterable[tuple[Mapping[str, Any], str]]:
-    held = vars(module)
-    return ((held, name) for name in ("forward", "training", *_fixed(held)))
+    return [(held, name) for name in ("forward", *also, *_fixed(held))]
 
 
 def _fixed(held: Mapping[str, Any]) -> Iterator[str]:
-    """Attributes that a graph may fix: those that code reads of containers, `Reads` finds."""
+    """Names of attributes that a graph may fix; `Reads` finds what code reads of containers."""
     for name, value in held.items():
         is_kept = callable(value) or isinstance(value, (*PLAIN, Tensor, *_ARRAYS))
         if is_kept and name not in OF_MODULES and name != "forward":

@@ -64,7 +64,7 @@ RAISED = "raised: the caller's own exception"
 KEYLESS = "these inputs have no signature"
 RELOADED = "the same weights were loaded again"
 SWITCHED = "the model was switched between train and eval"
-SET = "process-wide settings changed since the plan was set up"
+SETTINGS_CHANGED = "process-wide settings changed since the plan was set up"
 _OPTIONS = ServingOptions()
 _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
@@ -236,7 +236,7 @@ class TunedModule(ModuleProxy):
             return self._missed(SWITCHED, args, kwargs)
         if in_force() != self._gate.settings:
             if self._entries.is_built:
-                return self._untouched(SET, args, kwargs)
+                return self._untouched(SETTINGS_CHANGED, args, kwargs)
             self._gate.settings = in_force()
         try:
             entry = self._entries.of_call(self._key(args, kwargs), args, kwargs)

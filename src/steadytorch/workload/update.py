@@ -23,8 +23,6 @@ MOST_COMPILED = 2
 """Maximum number of sets of hyper-parameters for which a step is compiled; beyond this number, the
 step runs uncompiled. Momentum schedules change hyper-parameters at every step, and each change
 compiles for seconds."""
-
-
 UNLIKE = "parameters, gradients and state differ in layout, or changed it"
 
 
@@ -49,7 +47,7 @@ class Update:
         self.optimizer, self.implementation, self.merge = optimizer, implementation, merge
         self._compiled: Any = None
         self._compiled_for: list[Any] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._strides: dict[int, tuple[int, ...]] = {}
         self._rates: GroupRates | None = None
 
     def __call__(self, rates: Sequence[Tensor] | None = None) -> None:
@@ -92,9 +90,9 @@ class Update:
         if found not in self._compiled_for:
             self._compiled_for.append(found)
         # Dynamo has no guards on the strides of an optimizer's tensors.
-        strides = [parameter.stride() for group in groups for parameter in group["params"]]
-        moved = self._strides and strides[: len(self._strides)] != self._strides
-        self._strides = strides
+        strides = {id(p): p.stride() for group in groups for p in group["params"]}
+        moved = any(self._strides.get(key, now) != now for key, now in strides.items())
+        self._strides |= strides
         if len(self._compiled_for) > MOST_COMPILED:
             self.fallback = "hyper-parameters besides the learning rate change"
         elif moved or not _are_alike(self.optimizer):
