@@ -8,7 +8,7 @@ from steadytorch.plan.fingerprint import RULES_VERSION
 from steadytorch.runtime import agreement
 from steadytorch.training import passes
 from steadytorch.tune import budget, candidate_pool, select
-from steadytorch.verification import verdict, verify
+from steadytorch.verification import slices, verdict, verify
 
 FIRST = {
     "looks": (12, 18, 27, 40, 60),
@@ -28,7 +28,8 @@ SECOND = {**FIRST, "discarded": (2, 4e6), "errors": (4.0, 2.0, 4.0, CLASSES)}
 THIRD = {**SECOND, "blocks": [(10, 69), (5, 69), (1, 69)], "discarded": (2, 4e6, 5e8)}
 FOURTH = {**THIRD, "blocks": [(10, 69), (5, 69), (1, 10)]}
 FIFTH = {**FOURTH, "blocks": [(10, 69), (5, 69), (1, 3)]}
-POLICIES = {1: FIRST, 2: SECOND, 3: THIRD, 4: FOURTH, 5: FIFTH}
+SIXTH = {**FIFTH, "slices": (4.0, 4.0, 32, 2.0**-14)}
+POLICIES = {1: FIRST, 2: SECOND, 3: THIRD, 4: FOURTH, 5: FIFTH, 6: SIXTH}
 """What plans of each version of the rules were measured and verified by. What changes belongs to a
 new version: plans of the old one are in stores. An added class changes no plan of the others."""
 
@@ -54,6 +55,12 @@ def test_the_policy_of_measurement_is_that_of_the_version_of_the_rules():
             verdict.STEP_FACTOR,
             agreement.MAX_ERROR_FACTOR,
             agreement.TOLERANCES,
+        ),
+        "slices": (
+            verdict.SLICE_FACTOR,
+            slices.ROUNDINGS,
+            slices.LEAST,
+            slices.SMALLEST,
         ),
         "inputs": (verify.INPUT_SETS, verify.NEARBY, verify.REPEATABLE),
         "training": (passes.BLEND, passes.SMALL),

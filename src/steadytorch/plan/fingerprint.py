@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from steadytorch.results.signature import Leaf, Signature
     from steadytorch.workload.workload import Workload
 
-RULES_VERSION = 5
+RULES_VERSION = 6
 """Version of transforms, verification and selection; raise it to invalidate older plans.
 
 Version and objective fix how a plan was measured: blocks, looks, error rate and tie band are

@@ -22,6 +22,15 @@ int8 rounds to 255 steps over the range of a tensor, not relative to each value.
 normally distributed values is about ten times their norm per element, so one rounding makes a
 relative error of 10 / 255 / sqrt(12) = 1.1 %. The bound is nine of these, and equals a ratio of
 signal to noise of 20 dB."""
+ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Unit roundoff of the lower floating-point classes."""
+UNIT_ROUNDOFF = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+"""Unit roundoff of class `same`, by element type."""
 OWN_TOLERANCES = {
     torch.float64: 2e-13,
     torch.float32: 1e-4,
@@ -65,20 +74,34 @@ def bound(precision: str, model: Any, inputs: Any, tolerance: float | None = Non
         inputs: the arguments of a call, with any nesting.
         tolerance: the user's tolerance; None for the class's default. Not used for `same`.
     """
-    module = model if isinstance(model, nn.Module) else None
-    held = chain(module.parameters(), module.buffers()) if module is not None else ()
-    own = _own_bound(module, chain(held, tensors_of(inputs)))
+    own = _largest_of(OWN_TOLERANCES, TOLERANCES, model, inputs)
     if precision == "same":
         return own
     return max(own, TOLERANCES[precision] if tolerance is None else tolerance)
 
 
-def _own_bound(module: nn.Module | None, tensors: Iterable[torch.Tensor]) -> float:
-    kinds = {(t.dtype.to_real(), t.device.type) for t in tensors if _inexact(t)}
-    bounds = [OWN_TOLERANCES.get(dtype, TOLERANCES["bf16"]) for dtype, _ in kinds]
+def unit_roundoff(model: Any, inputs: Any) -> float:
+    """Returns the unit roundoff of the untouched model's arithmetic under the current settings.
+
+    Args:
+        model: the untouched model; its weights are considered if it is an `nn.Module`.
+        inputs: the arguments of a call, with any nesting.
+    """
+    return _largest_of(UNIT_ROUNDOFF, ROUNDING, model, inputs)
+
+
+def _largest_of(
+    own: Mapping[torch.dtype, float], lower: Mapping[str, float], model: Any, inputs: Any
+) -> float:
+    """The largest value for the element types of weights and inputs, and for TF32 if it is used."""
+    module = model if isinstance(model, nn.Module) else None
+    held = chain(module.parameters(), module.buffers()) if module is not None else ()
+    tensors = filter(_inexact, chain(held, tensors_of(inputs)))
+    kinds = {(t.dtype.to_real(), t.device.type) for t in tensors}
+    found = [own.get(dtype, lower["bf16"]) for dtype, _ in kinds]
     if (torch.float32, "cuda") in kinds and _rounds_to_tf32(module):
-        bounds.append(TOLERANCES["tf32"])
-    return max(bounds, default=OWN_TOLERANCES[torch.float32])
+        found.append(lower["tf32"])
+    return max(found, default=own[torch.float32])
 
 
 def _inexact(tensor: torch.Tensor) -> bool:

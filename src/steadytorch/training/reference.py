@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from steadytorch.errors import first_line
+from steadytorch.runtime.agreement import ROUNDING
 from steadytorch.runtime.state import Draws
 from steadytorch.training.passes import (
     BUFFERS,
@@ -59,8 +60,6 @@ from steadytorch.workload.workload import TrainingStep, Workload
 INPUT_SETS = 2
 """Input sets per step: the second has other inputs, and other weights too (see `passes.begin`), so
 that a candidate that kept either fails."""
-ROUNDING = {"tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Relative noise per precision class: the unit roundoff."""
 COARSER = frozenset(ROUNDING.values())
 """Noise of the lower classes, from which that of class `same` is extrapolated."""
 OWN_ROUNDING = {

@@ -21,7 +21,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import first_line
-from steadytorch.runtime.agreement import SHARED, as_tensor, memory_of
+from steadytorch.runtime.agreement import (
+    SHARED,
+    UNIT_ROUNDOFF,
+    as_tensor,
+    memory_of,
+    unit_roundoff,
+)
+from steadytorch.verification.slices import COMPARED, explained, largest
 from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.opened import opened, tensors_in_caches
@@ -40,9 +47,6 @@ the original value fails."""
 REPEATABLE = 1e-4
 """Largest relative L2 error between two reference calls: far above the effect of summation order in
 float32, far below that of a random mask."""
-COMPARED = 1 << 22
-"""Elements compared at a time, as float64 copies of whole outputs may exceed a device's memory."""
-
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Value = torch.Tensor | complex
@@ -236,6 +240,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
             called = [_outputs(workload.model, arguments) for arguments in sets]
         own = [outputs for outputs, _ in called]
         again, nested_again = _outputs(workload.model, sets[0])
+        unit = unit_roundoff(workload.model, sets[0])
         try:
             runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
         except (RuntimeError, TypeError, ValueError) as error:
@@ -255,10 +260,22 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "sets": [tensors_of(arguments) for arguments in sets],
         "reference": reference,
         "own": own,
+        "slices": [
+            _explained(*pair, unit if unit > UNIT_ROUNDOFF[getattr(torch, precision)] else None)
+            for pair in zip(own, reference, strict=True)
+        ],
         "on_cpu": [[as_tensor(value).is_cpu for value in outputs] for outputs in own],
         "nesting": [nested_as for _, nested_as in called],
     }
-    return data, Reference(error, precision, repeatable, fresh, "; ".join(notes))
+    return data, Reference(error, precision, repeatable, fresh, "; ".join(notes), roundoff=unit)
+
+
+def _explained(
+    own: list[Value], reference: list[Value], unit: float | None
+) -> list[dict[int, torch.Tensor]]:
+    """What rounding explains in each output; nothing if the reference has as large roundings."""
+    pairs = [_real(*pair) for pair in zip(own, reference, strict=True)]
+    return [{} if unit is None or not _is_dense(r) else explained(o, r, unit) for o, r in pairs]
 
 
 def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
@@ -303,7 +320,7 @@ def verify(
             fault = "writes to its inputs"
         if fault is not None:
             return Verification(None, fault)
-        errors.append(output_error(outputs, expected("reference", i)))
+        errors.append(output_error(outputs, expected("reference", i), data["slices"][i]))
         if first is None:
             first, kept = returned, outputs
     if _overwrites(model, workload, data["sets"], first, kept):
@@ -392,21 +409,38 @@ def equal(before: Sequence[Value], after: Sequence[Value]) -> bool:
     )
 
 
-def output_error(outputs: list[Value], reference: list[Value]) -> OutputError:
-    """Worst error over outputs; for integers and booleans, the fraction of differing elements."""
+def output_error(
+    outputs: list[Value],
+    reference: list[Value],
+    slices: Sequence[dict[int, torch.Tensor]] | None = None,
+) -> OutputError:
+    """Worst error over outputs; for integers and booleans, the fraction of differing elements.
+
+    Args:
+        outputs: the values that a workload returned.
+        reference: the same values in higher precision.
+        slices: what `slices.explained` returned for each value; None to compare no slices.
+    """
     found = OutputError(0.0, 0.0)
-    for pair in zip(outputs, reference, strict=True):
-        out, ref = map(as_tensor, pair)
+    for i, pair in enumerate(zip(outputs, reference, strict=True)):
+        out, ref = _real(*pair)
         if ref.numel() == 0 or not _is_dense(ref):  # `form_fault` rejects sparse ones
             continue
-        if ref.is_complex():
-            out, ref = torch.view_as_real(out), torch.view_as_real(ref)
         if not ref.is_floating_point():
             differs = int((out != ref).count_nonzero()) / ref.numel()
             found = worst([found, OutputError(differs, differs)])
             continue
         found = worst([found, _relative_error(out, ref)])
+        if slices is not None:
+            error, where = largest(out, ref, slices[i])
+            found = worst([found, OutputError(0.0, 0.0, error, f"output {i}{where}")])
     return found
+
+
+def _real(*values: Value) -> list[torch.Tensor]:
+    """Values as tensors, complex ones as real tensors with one dimension more."""
+    tensors = map(as_tensor, values)
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
 
 
 def _relative_error(out: torch.Tensor, ref: torch.Tensor) -> OutputError:
