@@ -13,6 +13,8 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainerState,
     TrainingArguments,
@@ -157,6 +159,28 @@ def test_a_plan_serves_with_equal_losses_and_checkpoints(tmp_path):
     loaded = BertForSequenceClassification.from_pretrained(tmp_path / "mine" / "checkpoint-12")
     torch.testing.assert_close(loaded.state_dict(), plain.model.state_dict())
     assert run.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_a_language_model_trains_with_label_smoothing(tmp_path):
+    def smoothed(kind):
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        chosen = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1,
+            label_smoothing_factor=0.1,
+        )  # fmt: skip
+        data = [{**row, "labels": row["input_ids"]} for row in texts()]
+        return kind(model=GPT2LMHeadModel(config), args=chosen, train_dataset=data)
+
+    plain, run = smoothed(Trainer), smoothed(Mine)
+    plain.train()
+    run.plan = plan_of(run.steady_workload())
+    run.train()
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
 
 
 def test_training_resumes_from_a_checkpoint_with_a_plan(tmp_path):

@@ -345,7 +345,7 @@ def test_copies_have_the_special_methods_of_their_models():
         assert type(other) is type(tuned)
         assert len(other) == 2
         assert repr(other) == repr(tuned)
-    assert repr(tuned).startswith("TunedModule(\n  (0): Linear(")
+    assert repr(tuned).startswith("TunedModule(Sequential(\n  (0): Linear(")
 
 
 # -- the model's class --------------------------------------------------------------------------
@@ -373,6 +373,7 @@ def test_it_is_an_instance_of_the_models_class_and_of_its_own():
     assert isinstance(tuned, TunedModule)
     assert not isinstance(tuned, nn.Linear)
     assert tuned.__class__ is Classifier
+    assert tuned._get_name() == "Classifier"
     assert tuned.save_pretrained() == "Classifier"
     assert "save_pretrained" in dir(tuned)
     assert type(tuned) is TunedModule

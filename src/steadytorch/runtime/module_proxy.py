@@ -166,9 +166,13 @@ class ModuleProxy(_ClassMimic, nn.Module):
         delattr(self._model, name)
         self._switch_off(f"{name} was deleted")
 
-    def _get_name(self) -> str:
-        """The name in `repr`."""
-        return type(self).__name__
+    def __repr__(self) -> str:
+        """The model's `repr`, in the wrapper's name.
+
+        `_get_name`, which `nn.Module.__repr__` calls, returns the model's name: transformers'
+        Trainer decides by it how a loss with label smoothing shifts the labels.
+        """
+        return f"{type(self).__name__}({self._model!r})"
 
     def _copy_hooks(self, made: ModuleProxy, memo: dict[int, Any]) -> None:
         """Copies the wrapper's own hooks to a deep copy of the wrapper."""
