@@ -252,3 +252,100 @@ def test_a_module_with_whole_steps_can_be_copied(tmp_path, plan):
     module = Whole(plan)
     trained_by(tmp_path, module)
     assert copy.deepcopy(module).step_report() is None
+
+
+def halved(self, batch, index):
+    return self.whole_step(*batch) / 2
+
+
+def regularised(self, batch, index):
+    return {"loss": self.whole_step(*batch) + self.model.head.weight.square().sum()}
+
+
+def skipped(self, batch, index):
+    self.whole_step(*batch)
+
+
+def twice(self, batch, index):
+    return self.whole_step(*batch) + self.whole_step(*batch)
+
+
+@pytest.mark.parametrize("step", [halved, regularised, skipped, twice], ids=lambda s: s.__name__)
+def test_a_step_that_was_taken_with_another_loss_is_refused(tmp_path, plan, step):
+    kind = type("Mine", (Whole,), {"training_step": step})
+    reason = "calls whole_step twice" if step is twice else "returns another loss than whole_step"
+    with pytest.raises(UsageError, match=rf"Mine.training_step {reason}"):
+        trained_by(tmp_path, kind(plan))
+
+
+def test_a_dictionary_may_hold_the_loss_of_the_whole_step(tmp_path, plan, plain):
+    def returning(self, batch, index):
+        return {"loss": Whole.training_step(self, batch, index), "other": 1}
+
+    module = type("Mine", (Whole,), {"training_step": returning})(plan)
+    _, saved = trained_by(tmp_path, module)
+    same(saved, plain[1])
+    assert module.step_report().micro_batches == 12
+
+
+def scaled(self):
+    for parameter in self.model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def own_step(self, epoch, index, optimizer, closure):
+    optimizer.step(closure=closure)
+    optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def own_clipping(self, optimizer, **given):
+    torch.nn.utils.clip_grad_norm_(self.model.head.parameters(), 0.01)
+
+
+def manual(self, batch, index):
+    self.automatic_optimization = False
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    self.manual_backward(self.whole_step(*batch))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "reason"),
+    [
+        ("on_after_backward", scaled, "Mine overrides on_after_backward"),
+        ("optimizer_step", own_step, "Mine overrides optimizer_step"),
+        ("configure_gradient_clipping", own_clipping, "Mine overrides configure_gradient_clipping"),
+        ("training_step", manual, "optimization is manual"),
+    ],
+)
+def test_lightning_takes_steps_whose_parts_are_overridden(
+    tmp_path, plan, caplog, name, method, reason
+):
+    def trained(plan):
+        module = type("Mine", (Whole,), {name: method})(plan)
+        module.automatic_optimization = method is not manual
+        return module, trained_by(tmp_path, module)[1]["state_dict"]
+
+    (_, expected), (module, found) = trained(None), trained(plan)
+    for each in expected:
+        torch.testing.assert_close(found[each], expected[each])
+    assert module.step_report() is None
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("made", ["class", "lambda"])
+def test_lightning_takes_steps_within_which_a_callback_acts(tmp_path, plan, caplog, made):
+    def zeroed(trainer, module, optimizer):
+        module.model.head.weight.grad.zero_()
+
+    if made == "class":
+        acts = type("Acts", (lightning.Callback,), {})()
+        type(acts).on_before_optimizer_step = lambda self, *given: zeroed(*given)
+    else:
+        acts = lightning.callbacks.LambdaCallback(on_before_optimizer_step=zeroed)
+    module = Whole(plan)
+    before = module.model.head.weight.clone()
+    trained_by(tmp_path, module, acts)
+    torch.testing.assert_close(module.model.head.weight, before)
+    assert "overrides on_before_optimizer_step" in caplog.text

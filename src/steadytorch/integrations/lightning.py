@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,9 +21,13 @@ from steadytorch.workload.feed import arguments
 
 check("lightning")
 
-from lightning.pytorch.callbacks import Callback  # noqa: E402 - it may fail in other versions
+from lightning.pytorch import LightningModule  # noqa: E402 - it may fail in other versions
+from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 FULL_PRECISION = "32-true"
+WITHIN = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+WITHIN += ("on_before_zero_grad", "configure_gradient_clipping", "clip_gradients")
+"""Hooks that Lightning runs within a step; a step taken by a plan is over before."""
 log = logging.getLogger("steadytorch")
 
 
@@ -118,12 +122,15 @@ class SteadyStepMixin:
 
     Call `use_plan` in `__init__`, and `whole_step` in `training_step`. `whole_step` runs forward
     pass, loss, backward pass, gradient clipping and optimizer update as `plan.step` does. Lightning
-    still counts steps, schedules learning rates and writes checkpoints. Lightning's hooks between
-    backward pass and update run after the update and see the gradients of the finished step.
-    Lightning does not call `on_before_optimizer_step` for a step taken by the plan.
+    still counts steps, schedules learning rates and writes checkpoints.
 
-    With several processes or optimizers, mixed precision, gradient accumulation or clipping by
-    value, Lightning takes the step itself and the reason is logged.
+    With several processes or optimizers, manual optimization, mixed precision, gradient
+    accumulation or clipping by value, Lightning takes the step itself and the reason is logged. It
+    also does so if the module or a callback overrides a hook within the step (`WITHIN`), or a class
+    overrides `backward`, `optimizer_step` or `optimizer_zero_grad`.
+
+    `training_step` must call `whole_step` once at most, and return its loss unchanged: the step was
+    taken with this loss.
 
     Example::
 
@@ -133,6 +140,12 @@ class SteadyStepMixin:
             self.log("loss", loss)
             return loss
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Checks that `training_step` returns the loss of `whole_step`."""
+        super().__init_subclass__(**options)
+        if "training_step" in vars(cls):
+            cls.training_step = _checked(vars(cls)["training_step"])
 
     def use_plan(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
         """Set the plan, model and loss that `whole_step` uses.
@@ -155,6 +168,9 @@ class SteadyStepMixin:
 
         Returns:
             The loss; detached if the step was taken.
+
+        Raises:
+            UsageError: the step was already taken.
         """
         return vars(self)["_steady"].run(self, inputs, targets)
 
@@ -182,10 +198,10 @@ class SteadyStepMixin:
         whole: _WholeSteps = vars(self)["_steady"]
         closure = optimizer_closure
         if whole.reason(self) is None:
-            whole.is_taken = False
+            whole.taken = None
             loss = optimizer_closure()
             if whole.is_taken:
-                whole.is_taken = False
+                whole.taken = None
                 return
             closure = partial(_returned, loss)  # the gradients are there
         super().optimizer_step(  # pyright: ignore[reportAttributeAccessIssue]
@@ -197,22 +213,47 @@ def _returned(value: Any) -> Any:
     return value
 
 
+def _checked(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a training step to refuse another loss than that of the step that was taken."""
+
+    @wraps(training_step)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = training_step(self, *args, **kwargs)
+        whole: _WholeSteps = vars(self)["_steady"]
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if whole.is_taken and loss is not whole.taken:
+            raise UsageError(
+                f"{type(self).__name__}.training_step returns another loss than whole_step, which "
+                "has already taken the step: return its loss unchanged, and compute the whole loss "
+                "in the function passed to use_plan"
+            )
+        return output
+
+    return checked
+
+
 class _WholeSteps:
     """State of `SteadyStepMixin`: the plan, model, loss and tuned step.
 
     Attributes:
         step: the plan's step; None before the first.
-        is_taken: whether `training_step` took a whole step.
+        taken: the loss of the step that `training_step` took; None if it took none.
     """
 
     def __init__(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
         self._plan, self._model, self._loss = plan, model, loss
         self._said = False
         self.step: TunedStep | None = None
-        self.is_taken = False
+        self.taken: Tensor | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether `training_step` took a whole step."""
+        return self.taken is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"step": None}  # a step belongs to one model and one process
+        # A step belongs to one model and one process.
+        return vars(self) | {"step": None, "taken": None}
 
     def run(self, module: Any, inputs: Any, targets: tuple[Any, ...]) -> Tensor:
         if self._plan is None or self.reason(module) is not None or not module.training:
@@ -222,8 +263,13 @@ class _WholeSteps:
             optimizer = module.optimizers(use_pl_optimizer=False)
             clip = module.trainer.gradient_clip_val
             self.step = self._plan.step(self._model, optimizer, self._loss, clip=clip)
-        self.is_taken = True
-        return self.step(inputs, *targets)
+        if self.is_taken:
+            raise UsageError(
+                f"{type(module).__name__}.training_step calls whole_step twice, and each call is a "
+                "step: call it once, with all inputs"
+            )
+        self.taken = self.step(inputs, *targets)
+        return self.taken
 
     def reason(self, module: Any) -> str | None:
         """Why Lightning takes the step itself, logged once; None if the plan runs the step."""
@@ -246,4 +292,19 @@ def _obstacle(module: Any) -> str | None:
         return f"gradients are clipped by {trainer.gradient_clip_algorithm}"
     if len(trainer.optimizers) != 1:
         return f"there are {len(trainer.optimizers)} optimizers"
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    return _override(module, trainer)
+
+
+def _override(module: Any, trainer: Any) -> str | None:
+    """Names a method within the step that the module or a callback overrides."""
+    whole = ("backward", "optimizer_step", "optimizer_zero_grad")
+    named = [(module, (SteadyStepMixin, *LightningModule.__mro__), (*WITHIN, *whole))]
+    named += [(callback, Callback.__mro__, WITHIN) for callback in trainer.callbacks]
+    for owner, known, names in named:
+        own = [vars(kind) for kind in type(owner).__mro__ if kind not in known]
+        for name in names:
+            if any(name in held for held in (vars(owner), *own)):
+                return f"{type(owner).__name__} overrides {name}"
     return None
