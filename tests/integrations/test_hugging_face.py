@@ -161,8 +161,17 @@ def test_a_plan_serves_with_equal_losses_and_checkpoints(tmp_path):
     assert run.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
-def test_a_language_model_trains_with_label_smoothing(tmp_path):
-    def smoothed(kind):
+def halved(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [({"label_smoothing_factor": 0.1}, {}), ({}, {"compute_loss_func": halved}), ({}, {})],
+    ids=["label smoothing", "a loss of one's own", "the model's loss"],
+)
+def test_a_language_model_trains_with_the_loss_that_the_trainer_computes(tmp_path, options, given):
+    def made(kind):
         torch.manual_seed(0)
         config = GPT2Config(
             vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16,
@@ -170,17 +179,21 @@ def test_a_language_model_trains_with_label_smoothing(tmp_path):
         )  # fmt: skip
         chosen = TrainingArguments(
             output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=4, report_to=[],
-            save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1,
-            label_smoothing_factor=0.1,
+            save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1, **options,
         )  # fmt: skip
         data = [{**row, "labels": row["input_ids"]} for row in texts()]
-        return kind(model=GPT2LMHeadModel(config), args=chosen, train_dataset=data)
+        return kind(model=GPT2LMHeadModel(config), args=chosen, train_dataset=data, **given)
 
-    plain, run = smoothed(Trainer), smoothed(Mine)
+    plain, run = made(Trainer), made(Mine)
     plain.train()
+    workload = run.steady_workload()
+    step = workload.step_function()
+    assert float(step()) == pytest.approx(losses(plain)[0], rel=1e-3)
+    run = made(Mine)
     run.plan = plan_of(run.steady_workload())
     run.train()
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
+    assert run.steady_report().hits == STEPS
 
 
 def test_training_resumes_from_a_checkpoint_with_a_plan(tmp_path):

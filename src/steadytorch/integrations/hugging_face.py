@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from steadytorch.workload.workload import Workload
 check("transformers")
 
 from transformers import TrainerCallback  # noqa: E402 - it may fail in other versions
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 log = logging.getLogger("steadytorch")
 
@@ -92,6 +96,9 @@ class SteadyTrainerMixin:
     def steady_workload(self) -> Workload:
         """The model's training step on the first batch, for `steady.tune`.
 
+        With `compute_loss_func` or label smoothing, the loss is computed from outputs and labels as
+        the Trainer does. An overridden `compute_loss` is not followed.
+
         The states of the random number generators of PyTorch, NumPy and Python are preserved.
 
         Raises:
@@ -102,13 +109,20 @@ class SteadyTrainerMixin:
             batch = next(iter(owner.get_train_dataloader()), None)
         if batch is None:
             raise UsageError("the trainer has no batch to train on: pass train_dataset=...")
-        inputs = dict(owner._prepare_inputs(batch))
+        inputs, items = dict(owner._prepare_inputs(batch)), {}
+        if owner.model_accepts_loss_kwargs or owner.compute_loss_func is not None:
+            _, count = owner.get_batch_samples(iter([batch]), 1, owner.args.device)
+            items = {} if count is None else {"num_items_in_batch": count}
+        loss, targets = _loss_of, ()
+        if (own := _own_loss(owner)) is not None and "labels" in inputs:
+            loss, targets = partial(_loss_by, own, items), inputs.pop("labels")
         if owner.model_accepts_loss_kwargs:
-            _, items = owner.get_batch_samples(iter([batch]), 1, owner.args.device)
-            inputs |= {} if items is None else {"num_items_in_batch": items}
+            inputs |= items
         kind, options = owner.get_optimizer_cls_and_kwargs(owner.args, owner.model)
         owner.model.train()
-        return Workload.training(owner.model, (), _loss_of, partial(kind, **options), kwargs=inputs)
+        return Workload.training(
+            owner.model, (), loss, partial(kind, **options), targets=targets, kwargs=inputs
+        )
 
     def steady_report(self) -> Report:
         """Counts of tuned and untouched model calls; see `TunedModule.report`.
@@ -150,6 +164,22 @@ class SteadyTrainerMixin:
 def _loss_of(output: Any) -> Tensor:
     """The loss in a transformers model's output."""
     return output["loss"] if isinstance(output, dict) else output[0]
+
+
+def _own_loss(trainer: Any) -> Callable[..., Tensor] | None:
+    """The loss that the Trainer computes from outputs and labels; None if the model computes it."""
+    if trainer.compute_loss_func is not None:
+        return trainer.compute_loss_func
+    if trainer.label_smoother is None:
+        return None
+    shifts = trainer.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return partial(trainer.label_smoother, shift_labels=shifts)
+
+
+def _loss_by(
+    own: Callable[..., Tensor], items: dict[str, Any], output: Any, labels: Tensor
+) -> Tensor:
+    return own(output, labels, **items)
 
 
 def _obstacle(trainer: Any) -> str | None:

@@ -23,7 +23,7 @@ COMPARED = 1 << 22
 """Elements compared at a time, as float64 copies of whole outputs may exceed a device's memory."""
 
 
-def norms(out: Tensor, ref: Tensor | None = None) -> dict[int, Tensor]:
+def norms(out: Tensor, ref: Tensor | None = None, power: int = 1) -> dict[int, Tensor]:
     """L2 norms of the slices of a tensor, or of its difference from another one.
 
     Elements that are not finite in either count as zero.
@@ -31,6 +31,7 @@ def norms(out: Tensor, ref: Tensor | None = None) -> dict[int, Tensor]:
     Args:
         out: a real tensor of any shape.
         ref: a real tensor of the same shape; None for the norms of `out` itself.
+        power: to which each element is raised first.
 
     Returns:
         The norms along each dimension whose slices have `LEAST` elements, by dimension: float64, on
@@ -45,7 +46,7 @@ def norms(out: Tensor, ref: Tensor | None = None) -> dict[int, Tensor]:
     for chunk in zip(*(each.split(rows) for each in given), strict=True):
         first, *rest = (part.double() for part in chunk)
         delta = first - rest[0] if rest else first
-        squares = torch.where(delta.isfinite(), delta, 0.0).square()
+        squares = torch.where(delta.isfinite(), delta, 0.0).pow(2 * power)
         for dim, parts in sums.items():
             parts.append(squares.sum([d for d in range(out.dim()) if d != dim]).cpu())
     return {
@@ -65,8 +66,7 @@ def explained(own: Tensor, ref: Tensor, unit: float) -> dict[int, Tensor]:
     Returns:
         For each dimension of `norms`, one value per slice; infinity for slices that are not judged.
     """
-    ref = ref.double() if ref.is_floating_point() else ref
-    sizes, squares, errors = norms(ref), norms(ref.square()), norms(own, ref)
+    sizes, squares, errors = norms(ref), norms(ref, power=2), norms(own, ref)
     found = {}
     for dim, size in sizes.items():
         spread = size.square() >= LEAST**0.5 * squares[dim]
