@@ -264,7 +264,7 @@ def test_what_is_not_ready_in_time_is_given_up_with_the_reason():
     assert scheduler.prepare(SINGLES, 2, 60.0, 1, lambda: next(looks)) == []
     scheduler.give_up("budget exhausted")
     trials = scheduler.prepare([], 2, 60.0, 1)
-    assert [trial.status for trial in trials] == ["rejected", "rejected"]
+    assert [trial.status for trial in trials] == ["skipped", "skipped"]
     assert {trial.reason for trial in trials} == {"waiting: budget exhausted"}
     assert not any(trial.worker.alive for trial in trials)
     assert scheduler.begun == ()

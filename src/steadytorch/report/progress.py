@@ -54,12 +54,12 @@ class Progress:
         self._draw()
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """Prints a line for a rejected or failed candidate; the live line shows ongoing set-ups."""
+        """Prints a line for a candidate without times; the live line shows ongoing set-ups."""
         if state == "set-up":
             self._under_way[label] = time.monotonic()
         else:
             self._under_way.pop(label, None)
-        if state in ("rejected", "failed"):
+        if state in ("rejected", "failed", "skipped"):
             self._line(label, f"{state}: {detail}", "yellow")
         self._draw()
 

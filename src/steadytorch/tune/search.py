@@ -523,7 +523,7 @@ class Search:
             if not taken or pool.screening_s([*taken, trial], FEWEST_BLOCKS) < left_s:
                 taken.append(trial)
             else:
-                trial.reject(f"screening: {EXHAUSTED}")
+                trial.skip(f"screening: {EXHAUSTED}")
                 self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
         return taken, FEWEST_BLOCKS
 

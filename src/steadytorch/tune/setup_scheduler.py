@@ -36,7 +36,7 @@ class ProgressListener(Protocol):
         ...
 
     def trial(self, label: str, state: str, detail: str = "") -> None:
-        """Called when a candidate changes state: set-up, verified, rejected or failed."""
+        """Called when a candidate changes state: set-up, verified, rejected, failed or skipped."""
         ...
 
     def timed(self, label: str, median_ns: float) -> None:
@@ -333,7 +333,7 @@ class SetupScheduler:
         return done
 
     def give_up(self, why: str, having: TransformSpec | None = None) -> None:
-        """Rejects unfinished trials with the given reason and drops queued candidates.
+        """Skips unfinished trials with the given reason and drops queued candidates.
 
         Args:
             why: the reason.
@@ -345,7 +345,7 @@ class SetupScheduler:
 
         self._waiting = [each for each in self._waiting if not goes(each[0])]
         for trial in (each for each in self.unfinished if goes(each.candidate)):
-            trial.reject(f"{trial.stage}: {why}")
+            trial.skip(f"{trial.stage}: {why}")
             self._watcher.trial(describe(trial.candidate), trial.status, trial.reason or "")
 
     @property

@@ -190,6 +190,11 @@ class LiveTrial:
             self.status, self.reason = "rejected", why
         self.worker.kill()
 
+    def skip(self, why: str) -> None:
+        """Gives up the trial, of which nothing is known, and kills its worker."""
+        self.status, self.reason = "skipped", why
+        self.worker.kill()
+
     def accept_set_up(self, reply: Any) -> None:
         """Stores the worker's set-up result."""
         self.set_up = msgspec.convert(reply, SetUp)

@@ -200,7 +200,7 @@ def _picture(timed: Sequence[CandidateResult], chosen: tuple[str, ...]) -> Plot:
         layout |= {"shapes": line["shapes"]}
     note = (
         "Dots: screening medians. Bars: their 95 % intervals, if any. Green: the plan. Blue: "
-        "untouched. Orange: rejected, failed or not allowed."
+        "untouched. Orange: rejected, failed, skipped or not allowed."
     )
     if len(shown) < len(ranked):
         note += f" Drawn: the fastest {len(shown)} of {len(ranked)}."
