@@ -136,3 +136,13 @@ def test_complex_outputs_are_judged_by_their_real_and_imaginary_parts():
     data, reference = make_reference(workload, 0)
     found = verify(lambda x: torch.complex(x * 1000, x * 0), workload, data)
     assert "output 0[:, :, 1]" in decide(found, reference, "bf16", None)
+
+
+def test_sparse_outputs_have_no_slices():
+    def model(x):
+        return x, torch.complex(x, x).to_sparse()
+
+    workload = Workload(model, torch.randn(8, 64))
+    data, reference = make_reference(workload, 0)
+    assert [bool(each) for each in data["slices"][0]] == [True, False]
+    assert "is sparse" in decide(verify(model, workload, data), reference, "same", None)

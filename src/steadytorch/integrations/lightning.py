@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,9 +25,15 @@ from lightning.pytorch import LightningModule  # noqa: E402 - it may fail in oth
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 FULL_PRECISION = "32-true"
-WITHIN = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-WITHIN += ("on_before_zero_grad", "configure_gradient_clipping", "clip_gradients")
+WITHIN = frozenset(
+    {
+        *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
+        *("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"),
+    }
+)
 """Hooks that Lightning runs within a step; a step taken by a plan is over before."""
+OF_MODULE = WITHIN | {"backward", "optimizer_step", "optimizer_zero_grad"}
+"""The same and the parts of a step, which only a module can override."""
 log = logging.getLogger("steadytorch")
 
 
@@ -299,12 +305,15 @@ def _obstacle(module: Any) -> str | None:
 
 def _override(module: Any, trainer: Any) -> str | None:
     """Names a method within the step that the module or a callback overrides."""
-    whole = ("backward", "optimizer_step", "optimizer_zero_grad")
-    named = [(module, (SteadyStepMixin, *LightningModule.__mro__), (*WITHIN, *whole))]
-    named += [(callback, Callback.__mro__, WITHIN) for callback in trainer.callbacks]
-    for owner, known, names in named:
-        own = [vars(kind) for kind in type(owner).__mro__ if kind not in known]
-        for name in names:
-            if any(name in held for held in (vars(owner), *own)):
-                return f"{type(owner).__name__} overrides {name}"
+    callbacks = [(each, Callback, WITHIN) for each in trainer.callbacks]
+    for owner, base, names in [(module, LightningModule, OF_MODULE), *callbacks]:
+        own = _overrides(type(owner), base, names) | (names & vars(owner).keys())
+        if own:
+            return f"{type(owner).__name__} overrides {min(own)}"
     return None
+
+
+@cache
+def _overrides(kind: type, base: type, names: frozenset[str]) -> frozenset[str]:
+    known = {*base.__mro__, SteadyStepMixin}
+    return names & {name for each in kind.__mro__ if each not in known for name in vars(each)}

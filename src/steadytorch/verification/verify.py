@@ -438,9 +438,11 @@ def output_error(
 
 
 def _real(*values: Value) -> list[torch.Tensor]:
-    """Values as tensors, complex ones as real tensors with one dimension more."""
-    tensors = map(as_tensor, values)
-    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    """Values as tensors, dense complex ones as real tensors with one dimension more."""
+    return [
+        torch.view_as_real(each.resolve_conj()) if each.is_complex() and _is_dense(each) else each
+        for each in map(as_tensor, values)
+    ]
 
 
 def _relative_error(out: torch.Tensor, ref: torch.Tensor) -> OutputError:
