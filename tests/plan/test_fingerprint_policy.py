@@ -5,10 +5,10 @@ from __future__ import annotations
 from steadytorch.bench import ramp
 from steadytorch.measure import race
 from steadytorch.plan.fingerprint import RULES_VERSION
-from steadytorch.runtime import agreement
+from steadytorch.runtime import agreement, slices
 from steadytorch.training import passes
 from steadytorch.tune import budget, candidate_pool, select
-from steadytorch.verification import slices, verdict, verify
+from steadytorch.verification import verdict, verify
 
 FIRST = {
     "looks": (12, 18, 27, 40, 60),

@@ -37,6 +37,22 @@ def test_a_model_that_mixes_rows_is_refused(mixing, x):
     assert "padding changes the results" in _refusal({"batch": [8]}, mixing, x)
 
 
+@pytest.mark.parametrize(
+    "mixing", [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x / x.norm()]
+)
+def test_rows_mixed_in_small_values_beside_large_ones_are_seen(mixing):
+    def model(x):
+        return torch.stack([x.cumsum(-1) * 1e6, mixing(x)], 1)
+
+    refused = _refusal({"batch": [8]}, model, torch.rand(3, 64) + 1)
+    assert "padding changes the results: output 0 is off by" in refused
+    assert "in [:, 1]" in refused
+    fitted = Buckets({"batch": [8]}, lambda x: torch.stack([x * 1e6, x.sin()], 1)).fit(
+        (torch.rand(3, 64),), {}
+    )
+    assert isinstance(fitted, Fitted)
+
+
 @pytest.mark.parametrize("rows", [3, 7])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("mixing", [lambda x: x - x.amax(0), lambda x: x - x.amin(0)])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.ambient import UNREADABLE, ambient
+from steadytorch.runtime.slices import ROUNDINGS, explained, largest
 from steadytorch.workload.opened import opened, tensors_in_caches
 from steadytorch.workload.signature import strides_of, tensors_of
 
@@ -49,6 +50,9 @@ SHARED = "two calls return the same memory, which is not the model's"
 """Why an executor is refused whose later results overwrite earlier ones."""
 MAX_ERROR_FACTOR = 4.0
 """Allowed largest single error, as a multiple of the tolerance on the relative L2 error."""
+SLICE_FACTOR = 100.0
+"""Allowed relative L2 error of a slice, as a multiple of the tolerance for the whole output: no
+reference tells how much rounding explains where values cancel."""
 SIZES = (0.5, 2.0)
 """Allowed ratio of the norm of a gradient, or of a buffer's change, to the expected norm. Rounding
 to bf16 changed norms by factors of 0.7 to 1.3 where the direction was lost altogether."""
@@ -120,7 +124,9 @@ def _rounds_to_tf32(module: nn.Module | None) -> bool:
     return any(settings[f"{op}.fp32_precision"] in ("tf32", UNREADABLE) for op in used)
 
 
-def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) -> str | None:
+def disagreement(
+    found: Any, expected: Any, bound: float, strides: bool = True, slices: bool = False
+) -> str | None:
     """Returns how a result differs from the untouched model's; None if they agree.
 
     Args:
@@ -130,6 +136,8 @@ def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) 
             may reach `MAX_ERROR_FACTOR` times that, relative to the largest element. Of integers
             and booleans, this fraction of the elements may differ.
         strides: whether tensors must have equal strides; those in caches need not.
+        slices: whether to judge small values beside large ones by their own size too, within
+            `SLICE_FACTOR` times the bound; see `runtime.slices`.
     """
     found_leaves, found_nesting = pytree.tree_flatten(opened(found))
     expected_leaves, nesting = pytree.tree_flatten(opened(expected))
@@ -139,9 +147,29 @@ def disagreement(found: Any, expected: Any, bound: float, strides: bool = True) 
     with torch.no_grad():
         for i, (out, ref) in enumerate(zip(found_leaves, expected_leaves, strict=True)):
             fault = _leaf_fault(out, ref, bound, strides and id(ref) not in cached)
+            if fault is None and slices and isinstance(ref, torch.Tensor):
+                fault = _slice_fault(out, ref, SLICE_FACTOR * bound)
             if fault is not None:
                 return f"output {i} {fault}"
     return None
+
+
+def _slice_fault(out: torch.Tensor, ref: torch.Tensor, bound: float) -> str | None:
+    out, ref = real(out, ref)
+    error, where = largest(out, ref, explained(ref, ref, 1.0))
+    if error * ROUNDINGS <= bound:
+        return None
+    return f"is off by {error * ROUNDINGS:.1e} in {where} (relative L2 error), allowed {bound:.1e}"
+
+
+def real(*values: torch.Tensor | complex) -> list[torch.Tensor]:
+    """Values as tensors, dense complex ones as real tensors with one dimension more."""
+    return [
+        torch.view_as_real(each.resolve_conj())
+        if each.is_complex() and each.layout == torch.strided
+        else each
+        for each in map(as_tensor, values)
+    ]
 
 
 def _leaf_fault(out: Any, ref: Any, bound: float, strides: bool) -> str | None:

@@ -227,7 +227,9 @@ class Buckets:
             for noise in (0, 1, -1):
                 found = _run(model, self._padded(*given, sizes, noise))
                 # strides=False: cut outputs may keep the strides of the bucket.
-                fault = disagreement(_cut(cuts, sizes, found), expected, limit, strides=False)
+                fault = disagreement(
+                    _cut(cuts, sizes, found), expected, limit, strides=False, slices=True
+                )
                 if fault is not None:
                     raise _Refused(f"padding changes the results: {fault}")
         return cuts

@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from steadytorch.runtime.agreement import MAX_ERROR_FACTOR, ROUNDING, TOLERANCES
-from steadytorch.verification.slices import ROUNDINGS
+from steadytorch.runtime.slices import ROUNDINGS
 
 SAME_FACTOR = 4.0
 """Class `same`: largest error allowed, as a multiple of the untouched workload's own error.
@@ -40,7 +40,7 @@ class OutputError(msgspec.Struct, frozen=True):
         relative_max: largest difference over largest reference magnitude. For gradients and
             buffers: the largest relative L2 error of a single tensor.
         relative_slice: largest relative L2 error of a slice per rounding; see
-            `verification.slices`. 0 if no slice was compared.
+            `runtime.slices`. 0 if no slice was compared.
         slice: the slice with this error, as text.
     """
 

@@ -26,9 +26,10 @@ from steadytorch.runtime.agreement import (
     UNIT_ROUNDOFF,
     as_tensor,
     memory_of,
+    real,
     unit_roundoff,
 )
-from steadytorch.verification.slices import COMPARED, explained, largest
+from steadytorch.runtime.slices import COMPARED, explained, largest
 from steadytorch.verification.verdict import OutputError, Reference, Verification, worst
 from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.opened import opened, tensors_in_caches
@@ -274,7 +275,7 @@ def _explained(
     own: list[Value], reference: list[Value], unit: float | None
 ) -> list[dict[int, torch.Tensor]]:
     """What rounding explains in each output; nothing if the reference has as large roundings."""
-    pairs = [_real(*pair) for pair in zip(own, reference, strict=True)]
+    pairs = [real(*pair) for pair in zip(own, reference, strict=True)]
     return [{} if unit is None or not _is_dense(r) else explained(o, r, unit) for o, r in pairs]
 
 
@@ -423,7 +424,7 @@ def output_error(
     """
     found = OutputError(0.0, 0.0)
     for i, pair in enumerate(zip(outputs, reference, strict=True)):
-        out, ref = _real(*pair)
+        out, ref = real(*pair)
         if ref.numel() == 0 or not _is_dense(ref):  # `form_fault` rejects sparse ones
             continue
         if not ref.is_floating_point():
@@ -435,14 +436,6 @@ def output_error(
             error, where = largest(out, ref, slices[i])
             found = worst([found, OutputError(0.0, 0.0, error, f"output {i}{where}")])
     return found
-
-
-def _real(*values: Value) -> list[torch.Tensor]:
-    """Values as tensors, dense complex ones as real tensors with one dimension more."""
-    return [
-        torch.view_as_real(each.resolve_conj()) if each.is_complex() and _is_dense(each) else each
-        for each in map(as_tensor, values)
-    ]
 
 
 def _relative_error(out: torch.Tensor, ref: torch.Tensor) -> OutputError:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steadytorch.verification import slices
-from steadytorch.verification.slices import LEAST, ROUNDINGS, SMALLEST, explained, largest, norms
+from steadytorch.runtime import slices
+from steadytorch.runtime.slices import LEAST, ROUNDINGS, SMALLEST, explained, largest, norms
 from steadytorch.verification.verdict import decide
 from steadytorch.verification.verify import make_reference, verify
 from steadytorch.workload.workload import Workload
