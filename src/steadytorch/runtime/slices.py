@@ -14,7 +14,7 @@ from torch import Tensor
 LEAST = 32
 """Least effective number of elements in a slice, `sum(x**2)**2 / sum(x**4)`. The error of a few
 elements, such as those that a ReLU leaves in a channel, may be small by chance: without this bound,
-sound programs made up to 90 times the errors of the untouched networks."""
+sound programs made over 100 times the errors of the untouched networks."""
 ROUNDINGS = 4.0
 """Least roundings that are expected in a slice."""
 SMALLEST = 2.0**-14
