@@ -115,7 +115,7 @@ class SteadyTrainerMixin:
             items = {} if count is None else {"num_items_in_batch": count}
         loss, targets = _loss_of, ()
         if (own := _own_loss(owner)) is not None and "labels" in inputs:
-            loss, targets = partial(_loss_by, own, items), inputs.pop("labels")
+            loss, targets = partial(own, **items), inputs.pop("labels")
         if owner.model_accepts_loss_kwargs:
             inputs |= items
         kind, options = owner.get_optimizer_cls_and_kwargs(owner.args, owner.model)
@@ -174,12 +174,6 @@ def _own_loss(trainer: Any) -> Callable[..., Tensor] | None:
         return None
     shifts = trainer.model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return partial(trainer.label_smoother, shift_labels=shifts)
-
-
-def _loss_by(
-    own: Callable[..., Tensor], items: dict[str, Any], output: Any, labels: Tensor
-) -> Tensor:
-    return own(output, labels, **items)
 
 
 def _obstacle(trainer: Any) -> str | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.ambient import UNREADABLE, ambient
-from steadytorch.runtime.slices import ROUNDINGS, explained, largest
+from steadytorch.runtime.slices import judged, largest
 from steadytorch.workload.opened import opened, tensors_in_caches
 from steadytorch.workload.signature import strides_of, tensors_of
 
@@ -50,7 +50,7 @@ SHARED = "two calls return the same memory, which is not the model's"
 """Why an executor is refused whose later results overwrite earlier ones."""
 MAX_ERROR_FACTOR = 4.0
 """Allowed largest single error, as a multiple of the tolerance on the relative L2 error."""
-SLICE_FACTOR = 100.0
+MAX_SLICE_FACTOR = 100.0
 """Allowed relative L2 error of a slice, as a multiple of the tolerance for the whole output: no
 reference tells how much rounding explains where values cancel."""
 SIZES = (0.5, 2.0)
@@ -137,7 +137,7 @@ def disagreement(
             and booleans, this fraction of the elements may differ.
         strides: whether tensors must have equal strides; those in caches need not.
         slices: whether to judge small values beside large ones by their own size too, within
-            `SLICE_FACTOR` times the bound; see `runtime.slices`.
+            `MAX_SLICE_FACTOR` times the bound; see `runtime.slices`.
     """
     found_leaves, found_nesting = pytree.tree_flatten(opened(found))
     expected_leaves, nesting = pytree.tree_flatten(opened(expected))
@@ -148,7 +148,7 @@ def disagreement(
         for i, (out, ref) in enumerate(zip(found_leaves, expected_leaves, strict=True)):
             fault = _leaf_fault(out, ref, bound, strides and id(ref) not in cached)
             if fault is None and slices and isinstance(ref, torch.Tensor):
-                fault = _slice_fault(out, ref, SLICE_FACTOR * bound)
+                fault = _slice_fault(out, ref, MAX_SLICE_FACTOR * bound)
             if fault is not None:
                 return f"output {i} {fault}"
     return None
@@ -156,10 +156,10 @@ def disagreement(
 
 def _slice_fault(out: torch.Tensor, ref: torch.Tensor, bound: float) -> str | None:
     out, ref = real(out, ref)
-    error, where = largest(out, ref, explained(ref, ref, 1.0))
-    if error * ROUNDINGS <= bound:
+    error, where = largest(out, ref, judged(ref))
+    if error <= bound:
         return None
-    return f"is off by {error * ROUNDINGS:.1e} in {where} (relative L2 error), allowed {bound:.1e}"
+    return f"is off by {error:.1e} in {where} (relative L2 error), allowed is {bound:.1e}"
 
 
 def real(*values: torch.Tensor | complex) -> list[torch.Tensor]:

@@ -66,27 +66,38 @@ def explained(own: Tensor, ref: Tensor, unit: float) -> dict[int, Tensor]:
     Returns:
         For each dimension of `norms`, one value per slice; infinity for slices that are not judged.
     """
-    sizes, squares, errors = norms(ref), norms(ref, power=2), norms(own, ref)
-    found = {}
-    for dim, size in sizes.items():
+    errors = norms(own, ref)
+    return {
+        dim: torch.maximum(errors[dim] / unit, ROUNDINGS * size)
+        for dim, size in judged(ref).items()
+    }
+
+
+def judged(ref: Tensor) -> dict[int, Tensor]:
+    """The norms of slices that are large and spread enough to be judged; infinity for others.
+
+    Args:
+        ref: a real tensor.
+    """
+    found, squares = norms(ref), norms(ref, power=2)
+    for dim, size in found.items():
         spread = size.square() >= LEAST**0.5 * squares[dim]
         large = size >= SMALLEST * (ref.numel() // len(size)) ** 0.5
-        due = torch.maximum(errors[dim] / unit, ROUNDINGS * size)
-        found[dim] = torch.where(spread & large, due, torch.inf)
+        found[dim] = torch.where(spread & large, size, torch.inf)
     return found
 
 
 def largest(out: Tensor, ref: Tensor, due: dict[int, Tensor]) -> tuple[float, str]:
-    """Finds the slice with the largest error relative to what rounding explains.
+    """Finds the slice with the largest error relative to what is due.
 
     Args:
         out: an output of a candidate; real.
         ref: the same output of the untouched workload in higher precision.
-        due: what `explained` returned for this output.
+        due: what `explained` or `judged` returned for this output.
 
     Returns:
-        The error in units of roundoff, and the slice as text, such as `[:, 4]`; 0 and empty text if
-        no slice is judged.
+        The error as a multiple of what is due, and the slice as text, such as `[:, 4]`; 0 and empty
+        text if no slice is judged.
     """
     worst, where = 0.0, ""
     for dim, found in norms(out, ref).items() if due else ():

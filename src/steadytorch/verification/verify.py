@@ -262,7 +262,7 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "reference": reference,
         "own": own,
         "slices": [
-            _explained(*pair, unit if unit > UNIT_ROUNDOFF[getattr(torch, precision)] else None)
+            _explained(*pair, unit, UNIT_ROUNDOFF[getattr(torch, precision)])
             for pair in zip(own, reference, strict=True)
         ],
         "on_cpu": [[as_tensor(value).is_cpu for value in outputs] for outputs in own],
@@ -272,11 +272,11 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
 
 
 def _explained(
-    own: list[Value], reference: list[Value], unit: float | None
+    own: list[Value], reference: list[Value], unit: float, higher: float
 ) -> list[dict[int, torch.Tensor]]:
     """What rounding explains in each output; nothing if the reference has as large roundings."""
     pairs = [real(*pair) for pair in zip(own, reference, strict=True)]
-    return [{} if unit is None or not _is_dense(r) else explained(o, r, unit) for o, r in pairs]
+    return [explained(o, r, unit) if unit > higher and _is_dense(r) else {} for o, r in pairs]
 
 
 def _outputs_in(dtype: torch.dtype, workload: Workload, sets: list[Arguments]) -> list[list[Value]]:
