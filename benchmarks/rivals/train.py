@@ -209,6 +209,10 @@ def graphed_callables(made: Setting) -> Callable[[], Tensor]:
     return _loop(made, optimizer, model)
 
 
+def whole_graph_and_loss(made: Setting) -> Callable[[], Tensor]:
+    return whole_graph(made._replace(loss=torch.compile(made.loss, dynamic=False)))
+
+
 def whole_graph(made: Setting) -> Callable[[], Tensor]:
     made, _, model = _by_hand(made, "default")
     rate = torch.tensor(1e-3 if made.images else 1e-4, device="cuda")
@@ -255,6 +259,7 @@ BY_HAND: dict[str, Callable[[Setting], Callable[[], Tensor]]] = {
     "compile(reduce-overhead)": reduce_overhead,
     "make_graphed_callables": graphed_callables,
     "whole-step graph over compile": whole_graph,
+    "whole-step graph over compile, loss too": whole_graph_and_loss,
 }
 ON_CPU: dict[str, Callable[[Setting], Callable[[], Tensor]]] = {
     "eager": plain,
@@ -263,7 +268,6 @@ ON_CPU: dict[str, Callable[[Setting], Callable[[], Tensor]]] = {
     "compile": fused_compiled,
     "compile channels_last": compiled,
 }
-WITHOUT_CAPTURE = tuple(name for name in BY_HAND if name != "whole-step graph over compile")
 
 
 def ours(made: Setting, plan: str) -> tuple[Callable[[], Tensor], Any]:

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
+from torch.nn import functional as F
 
 from steadytorch import Workload
+from steadytorch.results.candidate import TransformSpec
+from steadytorch.runtime.dispatch import Resolution
+from steadytorch.runtime.entries import ServingOptions
+from steadytorch.runtime.step import TunedStep
+from steadytorch.runtime.trained import TrainedModule
+from steadytorch.transforms import create
+from steadytorch.transforms.base import applied_in_order
 from steadytorch.transforms.compile import Compile
 
 # Importing the padding imports parts of PyTorch that warn in some versions.
@@ -62,6 +70,56 @@ def test_logits_keep_their_strides(padding, shape, bias, train):
             model.zero_grad()
             own[1].view(-1).square().sum().backward()
             torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
+
+
+def flat(outputs, targets):
+    return F.cross_entropy(outputs[1].view(-1, ODD), targets.view(-1))
+
+
+def branching(outputs, targets):
+    """Cannot be compiled, and fails for padded logits."""
+    loss = flat(outputs, targets)
+    return loss if loss > 0 else -loss
+
+
+@pytest.mark.parametrize("loss", [flat, branching])
+def test_a_compiled_loss_takes_padded_logits(padding, loss):
+    found = []
+    for names in ((), ("compile_loss", "compile")):
+        torch.manual_seed(0)
+        model, x, targets = Head(), torch.randn(2, 3, 8), torch.arange(6).view(2, 3) % ODD
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        workload = Workload.training(model, x, loss, optimizer, targets=targets)
+        with applied_in_order([create(TransformSpec(name)) for name in names], workload) as given:
+            step = given.step_function()
+            found.append([step() for _ in range(4)] + [p.detach() for p in model.parameters()])
+            strides = given.model(x)[1].stride()
+    assert padding, "Inductor did not pad"
+    assert strides[1] > ODD
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("loss", [flat, branching])
+def test_a_plan_serves_padded_logits_to_a_compiled_loss_alone(padding, loss):
+    plan = (TransformSpec("compile_loss"), TransformSpec("compile"))
+    found = []
+    for candidate in ((), plan):
+        torch.manual_seed(0)
+        model, x, targets = Head(), torch.randn(2, 3, 8), torch.arange(6).view(2, 3) % ODD
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = ServingOptions(trains=True, pads=bool(candidate))
+        fast = TrainedModule(model, lambda _, c=candidate: Resolution(c), None, options)
+        step = TunedStep(fast, model, optimizer, loss, candidate)
+        found.append(
+            [step(x, targets) for _ in range(4)] + [p.detach() for p in model.parameters()]
+        )
+    assert padding, "Inductor did not pad"
+    assert fast.is_off is None
+    assert fast.report().calls == {"tuned": 4}
+    torch.testing.assert_close(found[1], found[0])
+    served = TrainedModule(model, lambda _: Resolution(plan), None, ServingOptions(trains=True))
+    assert served(x)[1].stride() == model(x)[1].stride()
+    assert served.report().calls == {"tuned": 1}
 
 
 def test_a_slice_of_the_logits_keeps_its_strides(padding):

@@ -29,6 +29,7 @@ from steadytorch.graphs.step import (
     WARMING,
     CapturedStep,
 )
+from steadytorch.workload.compiled_loss import CompiledLoss
 from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import Update
 
@@ -75,6 +76,7 @@ def made(
     model=Net,
     loss=None,
     check=False,
+    compiles=False,
     **options,
 ):
     """A captured step on a fresh model; without a scope the eager step that it is to equal."""
@@ -86,6 +88,7 @@ def made(
         loss or functional.cross_entropy,
         inner,
         update=Update(inner, implementation),
+        compiled_loss=CompiledLoss(loss or functional.cross_entropy) if compiles else None,
         **options,
     )
     step = eager if scope is None else CapturedStep(eager, scope, [net], check=check)
@@ -99,6 +102,32 @@ def train(step, data, between=lambda i: None):
         losses.append(step((x,), {}, (y,)))
         between(i)
     return torch.stack(losses), torch.cuda.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("scope", [None, BACKWARD, UPDATE, STEP])
+def test_a_compiled_loss_trains_as_the_loss_does(scope):
+    """In the middle, a weight that the loss reads changes: graphs are recorded anew."""
+    held = {"weight": 1.0}
+
+    def loss(output, targets):
+        return functional.cross_entropy(output, targets) * held["weight"]
+
+    def double(i):
+        held["weight"] = 1.0 if i < 9 else 2.0
+
+    found = []
+    for given, compiles in ((None, False), (scope, True)):
+        held["weight"] = 1.0
+        step, net, _ = made(scope=given, loss=loss, compiles=compiles)
+        found.append((net, train(step, batches(24), double)))
+        eager = step.step if isinstance(step, CapturedStep) else step
+        assert not compiles or eager.compiled_loss.fallback is None
+    (net, (losses, random)), (net2, (losses2, random2)) = found
+    torch.testing.assert_close(losses, losses2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.state_dict(), net2.state_dict(), rtol=1e-3, atol=2e-4)
+    assert torch.equal(random, random2)
+    assert scope is None or step.replays > 10
 
 
 def assert_same(one, other):

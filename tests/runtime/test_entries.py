@@ -133,7 +133,7 @@ def test_static_inputs_tell_a_replay(model, x, static, monkeypatch):
 
 
 def test_options_default_to_the_safe_ones():
-    assert ServingOptions() == (False, None, False, False, False, None)
+    assert ServingOptions() == (False, None, False, False, False, False, None)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ LAYOUT = TransformSpec("channels_last", ())
 FUSED = TransformSpec("optimizer", (("implementation", "fused"), ("merge", False)))
 MERGED = TransformSpec("optimizer", (("implementation", "foreach"), ("merge", True)))
 COMPILED = TransformSpec("optimizer", (("implementation", "compiled"), ("merge", False)))
+LOSS = TransformSpec("compile_loss", ())
 GRAPH = TransformSpec("step_graph", (("scope", "step"),))
 STEPS = 10
 
@@ -100,6 +101,30 @@ def test_it_trains_as_the_loop_does(name, clip, accumulate):
     assert len(optimizer.param_groups) == len(other.param_groups)
     assert step.report().micro_batches == STEPS
     assert step.report().eager == {NO_GRAPH: STEPS}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_plan_that_compiles_the_loss_trains_as_the_loop_does(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph)
+    step, model, _ = made(FUSED, LOSS)
+    found = train(step, batches())
+    expected, right, _ = by_hand(batches())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), right.state_dict(), rtol=1e-3, atol=1e-4)
+    assert step.report().loss == "compiled"
+    assert "  loss: compiled" in str(step.report()).splitlines()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_loss_that_cannot_be_compiled_is_called_and_the_report_says_why():
+    step, _, _ = made(FUSED, LOSS, loss=lambda o, t: F.cross_entropy(o, t) + float(o.sum() > 1e9))
+    train(step, batches())
+    assert step.report().loss.startswith("called as it is: it cannot be compiled: ")
+    assert made(FUSED)[0].report().loss == "called as it is"
+    assert (
+        made(FUSED, LOSS, misfit=lambda model: "another machine")[0].report().loss
+        == "called as it is"
+    )
 
 
 def test_the_loss_is_detached_and_its_own():

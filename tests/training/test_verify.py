@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,26 @@ def test_a_step_that_is_wrong_is_rejected_with_what_is_wrong(kind):
     reason = verdict(case, Candidate(kind, case.workload.model))
     assert reason is not None
     assert reason.startswith(FAULTS[kind])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda output, loss: loss(output) * 1.05, "loss: relative error"),
+        (lambda output, loss: loss(output.detach()) + 0 * output.sum(), "is 0 times as large"),
+        (lambda output, loss: loss(output) + 3 * (output.sum() - output.sum().detach()), "grad"),
+    ],
+)
+def test_a_compiled_loss_that_is_wrong_is_rejected(wrong, reason):
+    case = referred()
+    step = dataclasses.replace(
+        case.workload.training_step,
+        compiled_loss=lambda loss: lambda output: wrong(output, loss),
+    )
+    case.workload = dataclasses.replace(case.workload, training_step=step)
+    found = verdict(case, case.workload.model)
+    assert found is not None
+    assert reason in found
 
 
 LOWER = sorted(FAULTS.keys() - {"coarse_gradient", "wrong_loss"})

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from steadytorch import transforms
-from steadytorch.cli.doctor import doctor
+from steadytorch.cli import steady
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import plugin_worker, plugins
@@ -148,7 +148,7 @@ def test_one_that_crashes_is_refused_before_it_is_loaded_here(install):
 
 def test_the_doctor_lists_them_with_reasons(install):
     install(good=GOOD, absent=OTHERS["absent"])
-    shown = CliRunner().invoke(doctor, ["--device", "cpu", "--plugins"])
+    shown = CliRunner().invoke(steady, ["doctor", "--device", "cpu", "--plugins"])
     text = " ".join(shown.output.split())
     assert shown.exit_code == 0
     assert "good ok (steadytorch-fake 1.2)" in text

@@ -43,6 +43,14 @@ def test_training_begins_with_layout_compiler_and_mixed_precision_together(regim
     assert singles == [(AUTOCAST,), (COMPILED,), (LAYOUT,)]
 
 
+def test_the_loss_is_compiled_with_the_model():
+    loss = single("compile_loss")
+    for candidate in CandidateSource(
+        [*OF_TRAINING, loss], TRAINING, "bf16", "memory-bound"
+    ).seeds():
+        assert (loss in candidate) is (COMPILED in candidate)
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 def test_steps_on_a_gpu_that_never_came_near_the_best_are_late(regime):
     graph = single("step_graph", scope="step")

@@ -171,7 +171,7 @@ class WorkloadHandler:
         with shared, compiler_choices.supplied(self._choices):
             applied = self._context.__enter__()
         # Time with the caller's inputs, so that conversions by transforms are timed too.
-        self.model = applied.model
+        self.model, self.applied = applied.model, applied
         own = {"inputs": self.workload.inputs, "kwargs": self.workload.kwargs}
         self.step = replace(applied, **own).step_function()
         self.sampler.latencies(self.step, 1)

@@ -55,6 +55,10 @@ class _FixStrides(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         (end,) = graph.find_nodes(op="output")
+        self._outputs(graph, end)
+        self._gradients(graph, end)
+
+    def _outputs(self, graph: fx.Graph, end: fx.Node) -> None:
         gradients = _of_tangents(graph)
         for output in end.all_input_nodes:
             above, node = end, output
@@ -63,6 +67,8 @@ class _FixStrides(CustomGraphPass):
             if node in gradients or not _is_padding(node):
                 continue
             above.replace_input_with(node, _copy(node, torch.contiguous_format))
+
+    def _gradients(self, graph: fx.Graph, end: fx.Node) -> None:
         inputs = {node.meta.get("desc"): node for node in graph.find_nodes(op="placeholder")}
         leaves: Any = end.args[0]
         for gradient, kind in zip(leaves, end.meta.get("desc", ()), strict=False):
@@ -77,9 +83,24 @@ class _FixStrides(CustomGraphPass):
         return get_hash_for_files((__file__,), "copy")
 
 
-def options() -> dict[str, Any]:
-    """Inductor options that install the passes for the strides of outputs and gradients."""
-    return {"joint_custom_pre_pass": _NoteSlices(), "joint_custom_post_pass": _FixStrides()}
+class _FixGradients(_FixStrides):
+    """Leaves outputs padded."""
+
+    def _outputs(self, graph: fx.Graph, end: fx.Node) -> None:
+        pass
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,), "gradients")
+
+
+def options(pads: bool = False) -> dict[str, Any]:
+    """Inductor options that install the passes for the strides of outputs and gradients.
+
+    Args:
+        pads: whether outputs may stay padded.
+    """
+    fix = _FixGradients() if pads else _FixStrides()
+    return {"joint_custom_pre_pass": _NoteSlices(), "joint_custom_post_pass": fix}
 
 
 def _copy(node: fx.Node, layout: torch.memory_format) -> fx.Node:

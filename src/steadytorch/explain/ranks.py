@@ -27,6 +27,8 @@ ALL = "all ranks"
 """Key of the part of the variance that no rank causes alone."""
 MOST_STEPS = 8
 """Maximum steps listed in a finding."""
+_CHECK = "profile all ranks again and pass their traces to steady explain"
+_UNSLOWED = "; the profiler slows launches, so also run the job under steady run, which does not"
 _DRAWS = 10_000
 _MOST_DEALT = 1_000_000
 """Steps assigned to random ranks at a time, to bound memory."""
@@ -317,7 +319,7 @@ def _finding(late: LateRank, place: int, compared: Compared, file: RankFile) -> 
         usual_ns=float(_others(values, place).mean()),
         confidence="medium" if watched else "high",
         look_at=f"steady explain {file.path.name}",
-        check="profile all ranks again and pass their traces to steady explain",
+        check=_CHECK + (_UNSLOWED if late.slice == "idle_launch" else ""),
         more=(
             f"the latest rank at {len(late.steps)} of {many(len(compared.numbers), 'step')}: "
             f"{listed}{more}",

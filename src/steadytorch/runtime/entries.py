@@ -61,6 +61,7 @@ class ServingOptions(NamedTuple):
         buckets: pads inputs as the user declared; None to never pad.
         canary: whether the first calls of a plan are checked against the untouched model.
         trains: whether plans are for training; see `runtime.trained`.
+        pads: whether outputs may be padded, because only a compiled loss takes them.
         strict: whether calls without a plan raise.
         verify_every: compares every N-th call of a signature with the untouched model; None for no
             checks.
@@ -70,6 +71,7 @@ class ServingOptions(NamedTuple):
     buckets: Buckets | None = None
     canary: bool = False
     trains: bool = False
+    pads: bool = False
     strict: bool = False
     verify_every: int | None = None
 
@@ -338,6 +340,7 @@ class Entries:
                 self._options.alias_outputs,
                 entry.resolution.prebuilt,
                 self._options.trains,
+                self._options.pads,
                 entry.resolution.shelf,
                 entry.resolution.choices,
             )
@@ -364,7 +367,7 @@ class Entries:
         """Returns the check of an executor's first calls, and the check of its later calls."""
         device = Workload(self._model, args, kwargs).device
         if self._options.trains:
-            smoke_check = TrainingSmokeCheck(self._model, executor, device)
+            smoke_check = TrainingSmokeCheck(self._model, executor, device, self._options.pads)
             return smoke_check, smoke_check
         watched = executor, self.weights, device
         tolerance = None if entry.resolution.origin is None else entry.resolution.origin.tolerance

@@ -55,6 +55,7 @@ def build(
     alias_outputs: bool = False,
     source: Source | None = None,
     trains: bool = False,
+    pads: bool = False,
     shelf: Shelf | None = None,
     choices: Choices = compiler_choices.NONE,
 ) -> Executor:
@@ -68,6 +69,7 @@ def build(
         alias_outputs: whether outputs may be buffers that the next call overwrites.
         source: compiled code that `compile` loads instead of compiling; None to compile.
         trains: whether gradients must reach the model's own weights.
+        pads: whether outputs may be padded, because only a compiled loss takes them.
         shelf: where engines find the converted model; None to convert.
         choices: what `compile` is to choose without timing.
 
@@ -79,10 +81,11 @@ def build(
         raise UsageError("its transforms cannot be combined")
     parts = [part for part in map(transforms.create, candidate) if not part.of_step]
     stack = ExitStack()
-    step = TrainingStep(_not_for_transforms, _not_for_transforms) if trains else None
+    loss = _not_for_transforms if pads else None
+    step = TrainingStep(_not_for_transforms, _not_for_transforms, compiled_loss=loss)
     # Transforms may run the model, which may write to containers that its caller passed.
     own_args, own_kwargs = BorrowedArguments((args, dict(kwargs))).arguments
-    workload = Workload(model, own_args, own_kwargs, training_step=step)
+    workload = Workload(model, own_args, own_kwargs, training_step=step if trains else None)
     grad = torch.is_grad_enabled()
     try:
         # Tensors made in the caller's inference mode could not be written to later.

@@ -57,10 +57,13 @@ class TrainingSmokeCheck:
         model: the untouched model.
         executor: the plan's executor, on the model's own weights.
         device: the device of both.
+        pads: whether outputs may have other strides than the model's.
     """
 
-    def __init__(self, model: nn.Module, executor: Executor, device: torch.device) -> None:
-        self._model, self._executor, self._device = model, executor, device
+    def __init__(
+        self, model: nn.Module, executor: Executor, device: torch.device, pads: bool = False
+    ) -> None:
+        self._model, self._executor, self._device, self._pads = model, executor, device, pads
 
     def fault(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Returns why the executor failed the check, or None if it passed.
@@ -91,7 +94,7 @@ class TrainingSmokeCheck:
             both = ("its executor", "the model")
             one, other = both if redrawn else both[::-1]
             return f"{one} draws random numbers, and {other} does not"
-        fault = _difference(found, expected)
+        fault = _difference(found, expected, strides=not self._pads)
         # Other layouts and compiled code draw other numbers: sizes are all that can be compared.
         return fault if fault is None or not drawn else _size_difference(found, expected)
 
@@ -138,8 +141,8 @@ def _identity(saved: Tensor) -> Tensor:
     return saved
 
 
-def _difference(found: _Passes, expected: _Passes) -> str | None:
-    reason = disagreement(found.outputs, expected.outputs, RESEMBLES)
+def _difference(found: _Passes, expected: _Passes, strides: bool) -> str | None:
+    reason = disagreement(found.outputs, expected.outputs, RESEMBLES, strides)
     if reason is not None:
         return f"wrong: {reason}"
     for name, gradient in expected.gradients.items():

@@ -24,8 +24,10 @@ from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.trained import CHANGED, TrainedModule
 from steadytorch.runtime.weights import Weights
 from steadytorch.transforms.base import NotApplicable
+from steadytorch.transforms.compile_loss import CompileLoss
 from steadytorch.transforms.optimizer import OptimizerStep
 from steadytorch.transforms.step_graph import StepGraph
+from steadytorch.workload.compiled_loss import CompiledLoss
 from steadytorch.workload.feed import arguments
 from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import Update
@@ -57,6 +59,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         eager: number of calls that ran eagerly, by reason.
         update: why updates run eagerly although the plan records them; None if they do not.
         optimizer: implementation of the optimizer's step; if not the plan's, also the reason.
+        loss: whether the loss is compiled; if not, although the plan compiles it, also the reason.
         saved_per_step_ns: time saved per step, as measured when the plan was made.
         break_even_steps: steps after which the plan's set-up is paid back; None if not known.
         model: report of the module that serves the model in eager steps, as text.
@@ -68,6 +71,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     eager: dict[str, int]
     update: str | None
     optimizer: str
+    loss: str
     saved_per_step_ns: float
     break_even_steps: int | None
     model: str
@@ -77,7 +81,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"  {count} eager: {reason}" for reason, count in self.eager.items()]
         if self.update is not None:
             lines.append(f"  updates eager: {self.update}")
-        lines.append(f"  optimizer: {self.optimizer}")
+        lines += [f"  optimizer: {self.optimizer}", f"  loss: {self.loss}"]
         if self.replays and self.saved_per_step_ns:
             saved = self.replays * self.saved_per_step_ns * 1e-9
             lines.append(f"  {saved:.3g} s saved by plan {self.plan}{self._paid_back()}")
@@ -143,8 +147,16 @@ class TunedStep:
         parts = [] if fast.is_off is not None else [transforms.create(spec) for spec in candidate]
         update, self._update_text = _update(parts, workload, optimizer, fast.is_off)
         called: Any = fast if ddp is None else data_parallel.ServedInside(ddp, fast, self._reduces)
+        compiles = any(isinstance(part, CompileLoss) for part in parts)
         self._eager = EagerStep(
-            called, loss, optimizer, update=update, clip=clip, accumulate=accumulate, scaler=scaler
+            called,
+            loss,
+            optimizer,
+            update=update,
+            compiled_loss=CompiledLoss(loss) if compiles else None,
+            clip=clip,
+            accumulate=accumulate,
+            scaler=scaler,
         )
         self._points = None if shared is None else Checkpoints(*shared)
         self._weights = Weights(model, contents=False)
@@ -234,6 +246,7 @@ class TunedStep:
             eager=dict(eager),
             update=None if captured is None else captured.update_reason,
             optimizer=self._update_text + ("" if fallback is None else f", eager: {fallback}"),
+            loss=_loss_text(self._eager.compiled_loss),
             saved_per_step_ns=self._saved,
             break_even_steps=self._break_even,
             model=str(self._fast.report()),
@@ -275,6 +288,12 @@ def _update(
     parameters = wanted.parameters
     text = f"{parameters.implementation}{', groups merged' if parameters.merge else ''}"
     return Update(optimizer, parameters.implementation, parameters.merge), text
+
+
+def _loss_text(compiled: CompiledLoss | None) -> str:
+    if compiled is None:
+        return "called as it is"
+    return "compiled" if compiled.fallback is None else f"called as it is: {compiled.fallback}"
 
 
 def _check(model: Any, optimizer: Any, loss: Any, clip: Any, accumulate: Any) -> None:

@@ -40,6 +40,7 @@ from steadytorch.runtime.step import Shared, TunedStep
 from steadytorch.runtime.trained import TrainedModule
 from steadytorch.serve import agreed
 from steadytorch.transforms import compiles, engines, libraries
+from steadytorch.transforms.compile_loss import CompileLoss
 from steadytorch.transforms.precision import ALLOWED, precision_of
 from steadytorch.transforms.prefetch import BatchT, Delivered, Prefetch, Prefetched
 from steadytorch.workload.workload import Workload
@@ -96,11 +97,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
             UsageError: `model` is not callable or already tuned, or `verify_every` is not a
                 positive integer.
         """
-        if isinstance(model, TunedModule):
-            raise UsageError(
-                "apply takes the untouched model, got a tuned one: pass model.__wrapped__; "
-                "optimize(model) serves several plans at once"
-            )
+        _refuse_tuned(model, "apply")
         options = ServingOptions(
             alias_outputs,
             trains=self.trains is not None,
@@ -166,8 +163,11 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"plan {self.id} is for inference and has no step: tune Workload.training(...)"
             )
         ddp, shared = ddp_of(model), None
+        pads = any(spec.name == CompileLoss.name for spec in self.candidate)
+        options = ServingOptions(trains=True, pads=pads)
         if ddp is None:
-            fast = self.apply(model, agree=agree, group=group)
+            _refuse_tuned(model, "step")
+            fast = self._applied(as_module(model), options, ranks_of(group, agree))
         else:
             if isinstance(ddp.module, TunedModule):
                 raise UsageError(
@@ -175,7 +175,7 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     "DistributedDataParallel(model)"
                 )
             ranks = ranks_of(group or ddp.process_group, agree)
-            inner, options = as_module(ddp.module), ServingOptions(trains=True)
+            inner = as_module(ddp.module)
             fast = self._applied(inner, options, ranks, problem=objection(ddp))
             shared = None if ranks is None else _shared(fast, ranks)
         assert isinstance(fast, TrainedModule)
@@ -313,6 +313,14 @@ class Plan(PlanRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (differences := differing_fields(self.key, here)):
             return None
         return f"plan {self.id} does not fit here: {format_differences(differences)}"
+
+
+def _refuse_tuned(model: Any, caller: str) -> None:
+    if isinstance(model, TunedModule):
+        raise UsageError(
+            f"{caller} takes the untouched model, got a tuned one: pass model.__wrapped__; "
+            "optimize(model) serves several plans at once"
+        )
 
 
 def _shared(fast: TunedModule, ranks: Ranks) -> Shared | None:

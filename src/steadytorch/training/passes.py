@@ -81,7 +81,7 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
     """Runs one forward and one backward pass from the current weights.
 
     Args:
-        workload: the untouched workload, as returned by `with_optimizer`.
+        workload: the untouched workload, as returned by `with_optimizer`, or with a compiled loss.
         model: the model to call instead of the workload's.
         arguments: arguments of the call.
         backward: False to run only the forward pass, without gradients. 16-bit outputs of a float32
@@ -98,7 +98,8 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
     result = returned.result
     if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
         result = map_tensors(_widened, result)
-    loss = workload.training_step.loss(result)
+    step = workload.training_step
+    loss = (step.loss if step.compiled_loss is None else step.compiled_loss(step.loss))(result)
     if backward:
         loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}

@@ -19,6 +19,7 @@ from steadytorch.transforms.base import Risk, Transform
 from steadytorch.transforms.cast_weights import CastWeights
 from steadytorch.transforms.channels_last import ChannelsLast
 from steadytorch.transforms.compile import Compile
+from steadytorch.transforms.compile_loss import CompileLoss
 from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.cudnn_benchmark import CudnnBenchmark
 from steadytorch.transforms.cudnn_deterministic import CudnnDeterministic
@@ -67,6 +68,8 @@ REGISTRY: tuple[type[Transform], ...] = (
     LinearPatches,
     CudnnEngines,
     DenseMask,
+    # Before compile: a compiled loss takes outputs in any layout.
+    CompileLoss,
     # The transforms above become part of the compiled code; those below wrap it.
     Compile,
     Autocast,

@@ -115,7 +115,7 @@ class Compile(Transform):
         is_steered, why_steered = steered(workload)
         freezable = not (no_weights or training_mode or workload.is_training or is_steered)
         return decide(
-            *_missing_compiler(facts),
+            *missing_compiler(facts),
             (
                 self.parameters.mode in _FOR_GPUS and facts.device != "cuda",
                 f"{self.parameters.mode} needs a CUDA device",
@@ -133,6 +133,8 @@ class Compile(Transform):
     def applied(self, workload: Workload) -> Iterator[Workload]:
         """Yield the workload with the compiled model; drop the compiled code on exit.
 
+        Outputs have the model's strides, unless only a compiled loss takes them.
+
         Compiled code from the current `prebuilt` source, if any, replaces compilation.
 
         Raises:
@@ -140,11 +142,13 @@ class Compile(Transform):
         """
         if self.parameters.freezing:
             refuse_if(steered(workload))
+        step = workload.training_step
+        pads = step is not None and step.compiled_loss is not None
         with ExitStack() as stack:
             task = Task(
                 workload,
                 partial(inductor_options, self.parameters),
-                lambda: stack.enter_context(_compiled(workload.model, self.parameters)),
+                lambda: stack.enter_context(_compiled(workload.model, self.parameters, pads)),
             )
             # reduce-overhead records CUDA graphs while it runs; training must keep its weights.
             runs_alone = self.parameters.mode != "reduce-overhead" and not workload.is_training
@@ -153,7 +157,7 @@ class Compile(Transform):
 
 
 @contextmanager
-def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
+def _compiled(model: Any, parameters: Any, pads: bool) -> Iterator[Callable[..., Any]]:
     from torch._dynamo.eval_frame import remove_from_cache
 
     if isinstance(model, Converting):
@@ -162,7 +166,7 @@ def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
     unseen: Any = {"guard_filter_fn": guards_to_keep}
     compiled = torch.compile(
         entry,
-        backend=_backend(parameters),
+        backend=_backend(parameters, pads),
         dynamic=False,
         options=unseen if parameters.freezing else None,
     )
@@ -173,7 +177,8 @@ def _compiled(model: Any, parameters: Any) -> Iterator[Callable[..., Any]]:
         remove_from_cache(entry)
 
 
-def _missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
+def missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
+    """Objections to Inductor on this device."""
     if facts.device == "cuda":
         return (
             (facts.triton is None, "needs Triton, which is not installed"),
@@ -245,7 +250,7 @@ def inductor_options(parameters: Any) -> dict[str, Any]:
     return {**options, **unpadded, "freezing": parameters.freezing}
 
 
-def _backend(parameters: Any) -> Callable[..., Any]:
+def _backend(parameters: Any, pads: bool) -> Callable[..., Any]:
     options, freezing = inductor_options(parameters), parameters.freezing
     choices = compiler_choices.current()
     choices.place()
@@ -260,7 +265,7 @@ def _backend(parameters: Any) -> Callable[..., Any]:
 
         if freezing and not config.freezing:
             raise _NotFreezingError
-        strides = {} if freezing else output_strides.options()
+        strides = {} if freezing else output_strides.options(pads)
         with compiler_choices.padding(choices):
             return compile_fx(graph, inputs, config_patches={**options, **strides})
 

@@ -199,10 +199,11 @@ class CandidateSource:
         graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
         compiled = self._spec("compile", mode="default", freezing=False)
-        lower = self._lower() or self._tf32()
-        models = [(layout, compiled, lower), (layout, lower), (compiled, lower), (lower,)]
+        lower, loss = self._lower() or self._tf32(), self._spec("compile_loss")
+        models = [(layout, compiled, loss, lower), (layout, lower)]
+        models += [(compiled, loss, lower), (lower,)]
         if engines is not None:
-            models += [(layout, engines, compiled, lower), (layout, engines, lower)]
+            models += [(layout, engines, compiled, loss, lower), (layout, engines, lower)]
         recorded = [(*model, update, graph) for model in models] if graph is not None else []
         return [
             *recorded,
@@ -210,8 +211,8 @@ class CandidateSource:
             (update,),
             *models,
             (engines,),
-            (layout, compiled),
-            (compiled,),
+            (layout, compiled, loss),
+            (compiled, loss),
             (layout,),
         ]
 

@@ -94,9 +94,13 @@ class TuningHandler(ExplainHandler):
     def verify(self) -> dict[str, Any]:
         """Compares the applied candidate with the reference and returns a `Verification`."""
         data = load_reference(self.directory)
-        if self.workload.is_training:
+        if self.workload.training_step is not None:
+            assert self.applied.training_step is not None
+            loss = self.applied.training_step.compiled_loss
+            step = replace(self.workload.training_step, compiled_loss=loss)
+            workload = replace(self.workload, training_step=step)
             found = verify_training(
-                self.model, self.step, self.workload, data, self._start, self._precision
+                self.model, self.step, workload, data, self._start, self._precision
             )
         else:
             found = verify(self.model, self.workload, data)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from steadytorch.workload.compiled_loss import CompiledLoss
 from steadytorch.workload.update import Update
 
 
@@ -20,6 +21,7 @@ class EagerStep:
         loss: maps the model's output and the targets to a scalar.
         optimizer: the caller's optimizer; it may hold parameters of the loss as well.
         update: implementation of the optimizer's step; None for the optimizer's own.
+        compiled_loss: the compiled form of the loss; None to call the loss itself.
         clip: maximum norm of all gradients together; None to disable clipping.
         accumulate: number of micro-batches whose mean gradient one update uses.
         scaler: a `torch.amp.GradScaler`; None to disable gradient scaling.
@@ -36,12 +38,14 @@ class EagerStep:
         optimizer: Optimizer,
         *,
         update: Update | None = None,
+        compiled_loss: CompiledLoss | None = None,
         clip: float | None = None,
         accumulate: int = 1,
         scaler: Any = None,
     ) -> None:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.update = update or Update(optimizer)
+        self.compiled_loss = compiled_loss
         self.clip, self.accumulate, self.scaler = clip, accumulate, scaler
         self.turn = 0
         self.norm: Tensor | None = None
@@ -73,7 +77,8 @@ class EagerStep:
         """
         if self.turn == 0:
             self.optimizer.zero_grad()
-        loss = self.loss(self.model(*inputs, **kwargs), *targets)
+        loss_of = self.compiled_loss or self.loss
+        loss = loss_of(self.model(*inputs, **kwargs), *targets)
         share = loss if self.accumulate == 1 else loss / self.accumulate
         (share if self.scaler is None else self.scaler.scale(share)).backward()
         return loss.detach()

@@ -12,6 +12,7 @@ from torch._C import _set_grad_enabled
 
 from steadytorch.errors import UsageError
 from steadytorch.results.signature import Signature
+from steadytorch.workload.compiled_loss import CompiledLoss
 from steadytorch.workload.containers import BorrowedArguments, holds_containers
 from steadytorch.workload.feed import (
     Batch,
@@ -40,12 +41,14 @@ class TrainingStep:
         optimizer: an optimizer over the model's parameters, or a factory that makes one from them.
         update: makes the `Update` that takes the optimizer's step; None for the optimizer's own.
         captured: wraps the eager step in one that replays CUDA graphs; None to run it eagerly.
+        compiled_loss: makes the compiled form of a loss; None to call the loss itself.
     """
 
     loss: Loss
     optimizer: torch.optim.Optimizer | OptimizerFactory
     update: Callable[[torch.optim.Optimizer], Update] | None = None
     captured: Callable[[EagerStep], Callable[..., torch.Tensor]] | None = None
+    compiled_loss: Callable[[Loss], CompiledLoss] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,9 +253,13 @@ class Workload:
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(self.untouched.parameters())
 
-        update = self.training_step.update
+        update, compiled = self.training_step.update, self.training_step.compiled_loss
         eager = EagerStep(
-            model, loss_of, optimizer, update=None if update is None else update(optimizer)
+            model,
+            loss_of,
+            optimizer,
+            update=None if update is None else update(optimizer),
+            compiled_loss=None if compiled is None else compiled(loss_of),
         )
         captured = self.training_step.captured
         step = eager if captured is None else captured(eager)

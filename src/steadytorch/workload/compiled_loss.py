@@ -1,0 +1,127 @@
+"""Runs the loss of a training step as compiled code."""
+
+from __future__ import annotations
+
+import builtins
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadytorch.errors import one_line
+from steadytorch.workload.reads import Reads
+from steadytorch.workload.signature import map_tensors, tensors_of
+
+_MOST_COMPILED = 2
+"""Maximum number of times that a loss is compiled: one that reads a number that changes at every
+step would compile at every step."""
+_AS_EAGER = {
+    "skip_nnmodule_hook_guards": False,  # hooks on modules of the loss may come later
+    "rewrite_assert_with_torch_assert": False,  # a failed assert in a kernel ends the CUDA context
+    "trace_numpy": False,  # NumPy's random numbers would come from PyTorch's generator
+}
+
+
+class CompiledLoss:
+    """A loss as compiled code, which takes fewer passes over the model's output.
+
+    It serves arguments with the shapes, dtypes and devices of the first call; the output may be
+    padded, see `compiled.output_strides`. Random numbers are those that the loss draws itself. A
+    loss that does not compile as one graph, for example because it prints or reads a value, is
+    called as it is; so is one that would compile a third time.
+
+    Args:
+        loss: maps the model's output and the targets to a scalar tensor.
+
+    Attributes:
+        loss: as given.
+        fallback: why the loss is called as it is now; None if it is not.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        self.loss = loss
+        self.fallback = "it reads the environment" if _reads_environment(loss) else None
+        self._form: Any = None
+        self._times = 0
+        self._compiled: Callable[..., Tensor] = torch.compile(
+            _private_entry(loss), fullgraph=True, dynamic=False, backend=self._compile
+        )
+
+    def __call__(self, output: Any, *targets: Any) -> Tensor:
+        """Returns the loss of the model's output.
+
+        Raises:
+            Exception: whatever the loss raises.
+        """
+        from torch._dynamo import config
+        from torch._dynamo.exc import TorchDynamoException
+
+        if self.fallback is not None:
+            return self._own(output, targets)
+        form = [(t.shape, t.dtype, t.device) for t in tensors_of((output, targets))]
+        self._form = self._form or form
+        if form != self._form:
+            return self._own(output, targets)
+        try:
+            with config.patch(_AS_EAGER), nullcontext() if self._times else _without_warning():
+                return self._compiled(output, *targets)
+        except TorchDynamoException as error:
+            changes = self._times > _MOST_COMPILED
+            cannot = f"it cannot be compiled: {one_line(error, 120)}"
+            self.fallback = "values that it reads change" if changes else cannot
+        return self._own(output, targets)
+
+    def _own(self, output: Any, targets: tuple[Any, ...]) -> Tensor:
+        return self.loss(map_tensors(_unpadded, output), *targets)
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        self._times += 1
+        if self._times > _MOST_COMPILED:
+            raise RuntimeError("compiled too often")
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+
+
+def _unpadded(tensor: Tensor) -> Tensor:
+    """The tensor without gaps between its elements: a loss may flatten it."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return tensor
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    gaps = 1 + sum((size - 1) * stride for size, stride in steps) > tensor.numel()
+    return tensor.contiguous() if gaps else tensor
+
+
+def _reads_environment(loss: Callable[..., Tensor]) -> bool:
+    """Whether it reads environment variables, whose later appearance Dynamo does not notice."""
+    read = Reads()
+    read.look(loss)
+    for module in [each for tree in read.modules for each in tree.modules()]:
+        read.forward(module)
+    return bool(read.mappings)
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Silences a warning of Dynamo, which reads `grad` of the model's output, not a leaf."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def _private_entry(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that calls the loss, with a code object of its own.
+
+    Dynamo counts compilations per code object, and keeps compiled code as long as that exists.
+    """
+
+    def entry(*args: Any) -> Tensor:
+        return loss(*args)
+
+    space = {"__builtins__": builtins, "__name__": __name__}
+    code = entry.__code__.replace()
+    return types.FunctionType(code, space, entry.__name__, None, entry.__closure__)

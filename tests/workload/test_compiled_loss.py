@@ -1,0 +1,270 @@
+"""A compiled loss gives what the loss gives, whatever that reads, writes or raises."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from steadytorch.workload.compiled_loss import CompiledLoss
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`", "ignore:The .grad attribute"
+)
+STEPS = 6
+SOFT = 0.1
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Dynamo traces and guards as always; the traced graph runs as it is, so nothing is built."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, targets):
+        self.calls += 1
+        return F.cross_entropy(output, targets) * self.calls
+
+
+class Centres(nn.Module):
+    """Moves a buffer, keeps a value, and has a weight and a dropout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(10))
+        self.scale, self.drop, self.last = nn.Parameter(torch.ones(())), nn.Dropout(0.3), None
+
+    def forward(self, output, targets):
+        self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        loss = F.cross_entropy(self.drop(output - self.centre) * self.scale, targets)
+        self.last = loss.detach()
+        return loss
+
+
+def annealed():
+    held = {"weight": 1.0}
+    return (lambda o, t: F.cross_entropy(o, t) * held["weight"]), held
+
+
+def optional():
+    held: dict[str, float] = {}
+    return (lambda o, t: F.cross_entropy(o, t) * held.get("weight", 1.0)), held
+
+
+class Optional(nn.Module):
+    def forward(self, output, targets):
+        return F.cross_entropy(output, targets) * getattr(self, "weight", 1.0)
+
+
+def logging():
+    log: list[float] = []
+
+    def loss(o, t):
+        found = F.cross_entropy(o, t)
+        log.append(found.item())
+        return found
+
+    return loss, log
+
+
+def failing():
+    held = {"step": 0}
+
+    def loss(o, t):
+        if held["step"] == 3:
+            raise ValueError("step 3 is not wanted")
+        return F.cross_entropy(o, t)
+
+    return loss, held
+
+
+def asserting():
+    def loss(o, t):
+        found = F.cross_entropy(o, t)
+        assert torch.isfinite(found), "not finite"
+        return found
+
+    return loss, None
+
+
+def module(kind, *args, **kwargs):
+    def make():
+        made = kind(*args, **kwargs)
+        return made, made
+
+    return make
+
+
+def function(loss):
+    return lambda: (loss, None)
+
+
+def later(change):
+    """Changes what the loss reads before the third step."""
+    return lambda held, i: change(held) if i == 2 else None
+
+
+def hooked(held):
+    held.register_forward_hook(lambda _module, _given, output: output * 2)
+
+
+def hooked_inside(held):
+    held.drop.register_forward_hook(lambda _module, _given, output: output * 2)
+
+
+def random_state(output):
+    return output + 0.1 * torch.randn_like(output)
+
+
+LOSSES = {
+    "a function": (function(F.cross_entropy), None),
+    "a module": (module(nn.CrossEntropyLoss, label_smoothing=SOFT), None),
+    "weights replaced": (
+        module(nn.CrossEntropyLoss, weight=torch.ones(10)),
+        later(lambda held: setattr(held, "weight", torch.linspace(1, 2, 10))),
+    ),
+    "a rate that changes once": (
+        module(nn.CrossEntropyLoss, label_smoothing=SOFT),
+        later(lambda held: setattr(held, "label_smoothing", 3 * SOFT)),
+    ),
+    "a weight that changes": (annealed, lambda held, i: held.update(weight=1.0 + i)),
+    "a hook": (module(nn.CrossEntropyLoss), later(hooked)),
+    "a hook inside": (module(Centres), later(hooked_inside)),
+    "another mode": (module(Centres), later(lambda held: held.eval())),
+    "another forward": (
+        module(Centres),
+        later(lambda held: setattr(held, "forward", F.cross_entropy)),
+    ),
+    "a log": (logging, None),
+    "a counter": (module(Counts), None),
+    "noise": (function(lambda o, t: F.cross_entropy(random_state(o), t)), None),
+    "NumPy's numbers": (
+        function(lambda o, t: F.cross_entropy(o, t) * float(np.random.beta(0.5, 0.5))),
+        None,
+    ),
+    "Python's numbers": (function(lambda o, t: F.cross_entropy(o, t) * random.random()), None),
+    "an assertion": (asserting, None),
+    "an assertion that fails": (asserting, later(lambda _: None)),
+    "an error": (failing, lambda held, i: held.update(step=i)),
+    "a branch": (
+        function(lambda o, t: F.cross_entropy(o, t) if o.sum() > 0 else o.square().mean()),
+        None,
+    ),
+    "in-place": (function(lambda o, t: F.cross_entropy(o.div_(2), t)), None),
+    "the environment": (
+        function(lambda o, t: F.cross_entropy(o, t) * float(os.environ.get("A_SCALE", "1"))),
+        later(lambda _: os.environ.update(A_SCALE="3")),
+    ),
+    "an entry that was not there": (optional, later(lambda held: held.update(weight=3.0))),
+    "an attribute that was not there": (
+        module(Optional),
+        later(lambda held: setattr(held, "weight", 3.0)),
+    ),
+}
+
+
+def trained(make, change, given, compiles):
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    loss, held = make()
+    called = CompiledLoss(loss) if compiles else loss
+    found = SimpleNamespace(values=[], errors=[], called=called)
+    for i, (x, targets) in enumerate(given):
+        if change is not None:
+            change(held, i)
+        x = x.clone().requires_grad_()
+        try:
+            value = called(x * 1.0, targets)
+            value.backward()
+            found.values += [value.detach(), x.grad]
+        except (ValueError, AssertionError) as error:
+            found.errors.append((i, type(error), str(error)))
+    found.random = torch.get_rng_state().tolist(), np.random.random(), random.random()
+    if isinstance(loss, nn.Module):
+        found.values += [v.detach() for v in loss.state_dict().values()]
+        found.values += [p.grad for p in loss.parameters()]
+        found.values.append(torch.tensor(float(getattr(loss, "calls", 0))))
+        found.values.append(torch.as_tensor(getattr(loss, "last", 0.0)))
+    found.held = held if isinstance(held, list) else None
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_gives_what_the_loss_gives(name, uncompiled, monkeypatch):
+    make, change = LOSSES[name]
+    generator = torch.Generator().manual_seed(0)
+    given = [(torch.randn(8, 10, generator=generator), torch.arange(8) % 10) for _ in range(STEPS)]
+    if name == "an assertion that fails":
+        given[2][0].fill_(float("inf"))
+    found = []
+    for compiles in (False, True):
+        monkeypatch.delenv("A_SCALE", raising=False)
+        found.append(trained(make, change, given, compiles))
+    one, other = found
+    assert one.errors == other.errors
+    assert (name in ("an error", "an assertion that fails")) is bool(one.errors)
+    torch.testing.assert_close(other.values, one.values, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert one.random == other.random
+    assert one.held == other.held
+
+
+COMPILED = ("a function", "a module", "weights replaced", "a hook", "noise", "another mode")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_can_be_compiled_is(name, uncompiled):
+    make, change = LOSSES[name]
+    x = torch.randn(8, 10)
+    found = trained(make, change, [(x, torch.arange(8))] * STEPS, compiles=True)
+    assert found.called.fallback is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a weight that changes", "values that it reads change"),
+        ("a counter", "values that it reads change"),
+        ("NumPy's numbers", "it cannot be compiled: "),
+        ("an assertion", "it cannot be compiled: Unsupported: Data-dependent"),
+        ("a branch", "it cannot be compiled: Unsupported: Data-dependent"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(name, reason, uncompiled):
+    make, change = LOSSES[name]
+    x = torch.randn(8, 10)
+    found = trained(make, change, [(x, torch.arange(8))] * STEPS, compiles=True)
+    assert found.called.fallback.startswith(reason)
+    assert "\n" not in found.called.fallback
+
+
+def test_other_shapes_are_not_compiled(uncompiled):
+    sizes = []
+    loss = CompiledLoss(lambda o, t: (sizes.append(len(o)), F.cross_entropy(o, t))[1])
+    for size in (8, 4, 2, 6):
+        x = torch.randn(size, 10)
+        torch.testing.assert_close(
+            loss(x, torch.arange(size)), F.cross_entropy(x, torch.arange(size))
+        )
+    assert loss.fallback is None
+    assert sizes == [8, 4, 2, 6]
+
+
+def test_inductor_builds_it_with_the_same_random_numbers():
+    def noisy(output, targets):
+        return F.cross_entropy(F.dropout(output, 0.5), targets, label_smoothing=SOFT)
+
+    given = [(torch.randn(64, 50), torch.arange(64) % 50)] * 3
+    one, other = (trained(function(noisy), None, given, compiles) for compiles in (False, True))
+    assert other.called.fallback is None
+    torch.testing.assert_close(other.values, one.values)
+    assert one.random == other.random
