@@ -18,11 +18,13 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
-from steadytorch.runtime.finite import only_finite
+from steadytorch.runtime.served_inputs import Guarded, are_finite, are_in_range
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import BorrowedArguments
+from steadytorch.workload.index_ranges import Range, index_ranges, may_be_index
+from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
@@ -135,9 +137,28 @@ def _apply(
     static = getattr(call, "static_inputs", None)
     # `exact` skips the check of the signature, which the look-up of the entry has done.
     call = getattr(call, "aliasing" if alias_outputs else "exact", call)
-    if any(part.drops_nan for part in parts):
-        call = only_finite(call, inputs, kwargs)
+    tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
+    if any(part.compiles or part.engine for part in parts):
+        tests += are_in_range(_ranges(modules[0], inputs, kwargs, workload.device))
+    if tests:
+        call = Guarded(call, inputs, kwargs, tests)
     return Executor(call, is_live, modules, static, stack.close)
+
+
+def _ranges(
+    model: nn.Module, inputs: tuple[Any, ...], given: Mapping[str, Any], device: torch.device
+) -> dict[int, Range]:
+    """The ranges of inputs that the model uses as indices, from a call on copies of them."""
+    args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
+    if not any(map(may_be_index, tensors_of((args, kwargs)))):
+        return {}
+    copied, state, draws = _apart(model) or model, State([model], keep=True), Draws(device)
+    try:
+        return index_ranges(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)))
+    finally:
+        draws.undo()
+        if state.changed():  # at other times, writing would look like a change
+            state.restore()
 
 
 def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
@@ -149,12 +170,19 @@ def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:
     model = workload.model
     if model is not modules[0] or not isinstance(model, nn.Module):
         return workload
-    try:
-        copied = copy_with(model, lambda tensor: tensor, apart=True)
-    except Exception:  # the model cannot be copied
+    copied = _apart(model)
+    if copied is None:
         return workload
     modules.append(copied)
     return workload.with_model(copied)
+
+
+def _apart(model: nn.Module) -> nn.Module | None:
+    """A copy of the model with its own buffers, or None if it cannot be copied."""
+    try:
+        return copy_with(model, lambda tensor: tensor, apart=True)
+    except Exception:
+        return None
 
 
 @contextmanager

@@ -47,13 +47,13 @@ from steadytorch.runtime.dispatch import (
 )
 from steadytorch.runtime.entries import STALE, TAKEN, Entries, ServingOptions, log
 from steadytorch.runtime.faults import Raised, is_callers, noting
-from steadytorch.runtime.finite import NOT_FINITE, NotFiniteError, OnlyFinite
 from steadytorch.runtime.forks import FORKED, watch
 from steadytorch.runtime.keys import key_function, quick_key, why_no_key
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.module_proxy import ModuleProxy
 from steadytorch.runtime.probation import WatchedAnswer
 from steadytorch.runtime.report import Report, Tally
+from steadytorch.runtime.served_inputs import Guarded, NotServedError
 from steadytorch.runtime.smoke_check import TrainingSmokeCheck
 from steadytorch.workload.containers import BorrowedArguments
 from steadytorch.workload.signature import tensors_of
@@ -288,8 +288,8 @@ class TunedModule(ModuleProxy):
         self, entry: Entry, probation: Probation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert not isinstance(probation, TrainingSmokeCheck)  # `TrainedModule` overrides this
-        if isinstance(entry.call, OnlyFinite) and entry.call.refuses(args, kwargs):
-            return self._untouched(NOT_FINITE, args, kwargs, entry)
+        if isinstance(entry.call, Guarded) and (reason := entry.call.refuses(args, kwargs)):
+            return self._untouched(reason, args, kwargs, entry)
         weights = self._entries.weights
         if entry.outdated is not None and (weights.rewritten() or weights.changed()):
             return self._stale(entry, args, kwargs)
@@ -368,8 +368,8 @@ class TunedModule(ModuleProxy):
     ) -> Any:
         if error is None:
             return self._untouched(entry.reason or NO_PLAN, args, kwargs, entry)
-        if isinstance(error, NotFiniteError):
-            return self._untouched(NOT_FINITE, args, kwargs, entry)
+        if isinstance(error, NotServedError):
+            return self._untouched(str(error), args, kwargs, entry)
         executor = entry.executor
         if executor is not None and is_callers(error, executor.modules, executor.is_live):
             self._tally.count(RAISED)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steadytorch.errors import one_line
+from steadytorch.workload.index_ranges import Range, checked, index_ranges
 from steadytorch.workload.reads import Reads
 from steadytorch.workload.signature import map_tensors, tensors_of
 
@@ -58,7 +59,6 @@ class CompiledLoss:
             Exception: whatever the loss raises.
         """
         from torch._dynamo import config
-        from torch._dynamo.exc import TorchDynamoException
 
         if self.fallback is not None:
             return self._own(output, targets)
@@ -69,11 +69,22 @@ class CompiledLoss:
         try:
             with config.patch(_AS_EAGER), nullcontext() if self._times else _without_warning():
                 return self._compiled(output, *targets)
-        except TorchDynamoException as error:
+        except Exception as error:  # tracing may raise anything
             changes = self._times > _MOST_COMPILED
             cannot = f"it cannot be compiled: {one_line(error, 120)}"
-            self.fallback = "values that it reads change" if changes else cannot
-        return self._own(output, targets)
+            reason = "values that it reads change" if changes else cannot
+        value = self._own(output, targets)  # raises what the loss raises
+        self.fallback = reason
+        return value
+
+    def _ranges(self, graph: Any, inputs: Any) -> dict[int, Range]:
+        from torch._guards import detect_fake_mode
+
+        fakes = detect_fake_mode(inputs)
+        assert fakes is not None
+        with fakes:
+            given = [fakes.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+            return index_ranges(lambda: graph(*given), given)
 
     def _own(self, output: Any, targets: tuple[Any, ...]) -> Tensor:
         return self.loss(map_tensors(_unpadded, output), *targets)
@@ -84,7 +95,9 @@ class CompiledLoss:
         self._times += 1
         if self._times > _MOST_COMPILED:
             raise RuntimeError("compiled too often")
-        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+        ranges = self._ranges(graph, inputs)
+        compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+        return checked(compiled, ranges)
 
 
 def _unpadded(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,8 +9,15 @@ from torch import nn
 
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.entries import ServingOptions
-from steadytorch.runtime.finite import NOT_FINITE, NotFiniteError, OnlyFinite, only_finite
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.served_inputs import (
+    NOT_FINITE,
+    OUT_OF_RANGE,
+    Guarded,
+    NotServedError,
+    are_finite,
+)
+from steadytorch.runtime.trained import TrainedModule
 
 from .conftest import FROZEN, always, answer
 
@@ -94,27 +102,86 @@ def returned(*args, **kwargs):
     return args, kwargs
 
 
+def finite(args, kwargs=None):
+    return Guarded(returned, args, kwargs or {}, are_finite(args, kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_large_finite_values_are_let_through(dtype):
     x = torch.full((64, 64), 1e4, dtype=dtype)
-    call = OnlyFinite(returned, (x,), {})
+    call = finite((x,))
     assert call(x) == ((x,), {})
     x[3, 4] = math.nan
-    with pytest.raises(NotFiniteError, match="NaN or infinities"):
+    with pytest.raises(NotServedError, match="NaN or infinities"):
         call(x)
 
 
 def test_nan_in_8_bits_is_refused():
     x = torch.ones(3).to(torch.float8_e4m3fn)
-    call = OnlyFinite(returned, (x,), {})
+    call = finite((x,))
     assert not call.refuses((x,), {})
     assert call.refuses((torch.full((3,), math.nan).to(torch.float8_e4m3fn),), {})
 
 
 def test_nested_inputs_are_watched_and_integers_are_not():
     x, number = torch.ones(3), torch.arange(3)
-    call = OnlyFinite(returned, (number, {"x": [x]}), {"y": x + 1})
+    call = finite((number, {"x": [x]}), {"y": x + 1})
     call(number, {"x": [x]}, y=x + 1)
     assert call.refuses((number, {"x": [x * math.inf]}), {"y": x})
     assert call.refuses((number, {"x": [x]}), {"y": x * math.nan})
-    assert only_finite(returned, (number,), {"flag": True}) is returned
+    assert are_finite((number,), {"flag": True}) == []
+
+
+class Embedded(nn.Module):
+    """Looks rows up, as models of tokens do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(1000, 64), nn.Linear(64, 4)
+        self.register_buffer("places", torch.arange(64))
+
+    def forward(self, ids):
+        return self.head(self.rows(ids) + self.places).relu()
+
+
+def ids(*changed):
+    found = torch.arange(64 * 64).view(64, 64) % 1000
+    for value in changed:
+        found[3, 5] = value
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize(("name", "canary"), [(name, name == "frozen") for name in WAYS])
+def test_an_index_out_of_range_raises_as_in_the_model(name, canary):
+    """Compiled code would end the process, and other engines would return something."""
+    model = Embedded().eval()
+    tuned = tuned_by(model, name, canary=canary)
+    for _ in range(3):
+        answer(tuned, ids())
+    for wrong in (1000, 1 << 40, -1):
+        with pytest.raises(IndexError):
+            answer(tuned, ids(wrong))
+    assert_same(tuned, model, ids(999))
+    calls = tuned.report().calls
+    assert calls[f"untouched: {OUT_OF_RANGE}"] == 3
+    assert calls["tuned"] == 4
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+def test_training_leaves_an_index_out_of_range_to_the_model(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph)
+    model = Embedded().train()
+    plan = always((TransformSpec("compile"),))
+    tuned = TrainedModule(model, plan, None, ServingOptions(trains=True))
+    for wrong in ((), (), (5000,), ()):
+        with pytest.raises(IndexError) if wrong else nullcontext():
+            tuned(ids(*wrong)).sum().backward()
+    assert tuned.report().calls == {"tuned": 3, f"untouched: {OUT_OF_RANGE}": 1}
+
+
+def test_a_plan_whose_first_call_is_at_fault_leaves_the_error_to_the_model():
+    tuned = TunedModule(Embedded().eval(), always(FROZEN))
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            answer(tuned, ids(5000))

@@ -1,0 +1,110 @@
+"""Keeps inputs from executors that may treat them otherwise than the model does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from steadytorch.workload.index_ranges import Range
+from steadytorch.workload.signature import tensors_of
+
+NOT_FINITE = "an input has NaN or infinities"
+OUT_OF_RANGE = "an index in the inputs is out of range"
+
+
+class NotServedError(Exception):
+    """Raised instead of a call that the executor must not serve; its message is the reason."""
+
+
+class Test(NamedTuple):
+    """A test of an input.
+
+    Attributes:
+        place: of the input among the tensors of a call.
+        fails: whether the executor must not serve this tensor.
+        reason: what is wrong then.
+    """
+
+    place: int
+    fails: Callable[[torch.Tensor], bool]
+    reason: str
+
+
+class Guarded:
+    """A call that raises `NotServedError` for inputs that fail a test.
+
+    Args:
+        call: what to wrap.
+        args: positional arguments of its calls.
+        kwargs: keyword arguments of its calls.
+        tests: of their tensors.
+    """
+
+    __slots__ = ("_call", "_is_flat", "_tests")
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tests: Sequence[Test],
+    ) -> None:
+        self._call, self._tests = call, tuple(tests)
+        self._is_flat = not kwargs and all(isinstance(each, torch.Tensor) for each in args)
+
+    def refuses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Why a call with these arguments would raise `NotServedError`; None if it would not."""
+        tensors = args if self._is_flat else tensors_of((args, kwargs))
+        for place, fails, reason in self._tests:
+            if fails(tensors[place]):
+                return reason
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls, unless an input fails a test."""
+        if (reason := self.refuses(args, kwargs)) is not None:
+            raise NotServedError(reason)
+        return self._call(*args, **kwargs)
+
+
+def are_finite(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
+    """Tests of floating-point inputs on the CPU for NaN and infinities.
+
+    Each input is summed: 9 us for 1x3x224x224 float32 on two cores, where a test of each element
+    takes 190 us. A sum that overflows counts as infinite. An input that has infinities here, or
+    numbers whose sum overflows, may have them later, such as a mask, but never NaN.
+    """
+    return [
+        Test(place, _test(tensor), NOT_FINITE)
+        for place, tensor in enumerate(tensors_of((args, dict(kwargs))))
+        if tensor.is_floating_point() and tensor.is_cpu
+    ]
+
+
+def are_in_range(ranges: Mapping[int, Range]) -> list[Test]:
+    """Tests of inputs that are indices, by their places among the tensors of a call."""
+    return [Test(place, allowed.excludes, OUT_OF_RANGE) for place, allowed in ranges.items()]
+
+
+def _test(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """The test for inputs like this one."""
+    if tensor.itemsize == 1:  # PyTorch does not sum 8 bits
+        return _has_nan
+    fails = _sum_is_not_finite if tensor.itemsize >= 4 else _long_sum_is_not_finite
+    return _has_nan if fails(tensor) and not _has_nan(tensor) else fails
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isnan().any())
+
+
+def _sum_is_not_finite(tensor: torch.Tensor) -> bool:
+    return not math.isfinite(tensor.sum().item())
+
+
+def _long_sum_is_not_finite(tensor: torch.Tensor) -> bool:
+    # A sum in 16 bits soon overflows.
+    return not math.isfinite(tensor.sum(dtype=torch.float32).item())
