@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from steadytorch.workload.index_ranges import Range, checked, index_ranges
 
 ROWS, LOGITS = torch.randn(10, 8), torch.randn(12, 10)
+LABELS = Range(0, 10, -100)
 IDS = torch.arange(12) % 8
 FOUND = {
     "embedding": (lambda i: F.embedding(i, ROWS), Range(0, 10)),
@@ -25,7 +26,9 @@ FOUND = {
     "scatter": (lambda i: torch.zeros(9, 9).scatter(1, i.view(3, 4), 1.0), Range(0, 9)),
     "one hot": (lambda i: F.one_hot(i, 9), Range(0, 9)),
     "written": (lambda i: torch.zeros(9).index_put((i,), torch.ones(())), Range(-9, 9)),
-    "classes": (lambda i: F.cross_entropy(LOGITS, i), Range(0, 10, -100)),
+    "classes": (lambda i: F.cross_entropy(LOGITS, i), LABELS),
+    "shifted": (lambda i: F.cross_entropy(LOGITS, F.pad(i, (0, 1), value=-100)[1:]), LABELS),
+    "rolled": (lambda i: F.cross_entropy(LOGITS, i.roll(-1)), LABELS),
     "both": (lambda i: (ROWS[i], F.embedding(i, ROWS[:9])), Range(0, 9)),
     "nothing": (lambda i: i + 1, None),
     "moved": (lambda i: F.embedding(i + 1, ROWS), None),
@@ -39,7 +42,7 @@ def test_indices_have_the_range_of_what_they_index(name):
     assert found == ({} if expected is None else {1: expected})
 
 
-@pytest.mark.parametrize("name", [n for n, (_, r) in FOUND.items() if r and n != "classes"])
+@pytest.mark.parametrize("name", [n for n, (_, r) in FOUND.items() if r and r != LABELS])
 @pytest.mark.parametrize("end", ["low", "high"])
 def test_pytorch_raises_just_beyond_the_range(name, end):
     call, allowed = FOUND[name]

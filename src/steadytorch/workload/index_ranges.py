@@ -20,6 +20,9 @@ _COPIES = (
     aten._to_copy.default,
     aten._unsafe_view.default,
     aten._reshape_copy.default,
+    aten.constant_pad_nd.default,  # labels of language models, shifted
+    aten.roll.default,
+    aten.flip.default,
 )
 
 
