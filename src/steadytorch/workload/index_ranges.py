@@ -1,7 +1,7 @@
-"""Finds which inputs of a call are indices, and the range that they must lie in.
+"""Finds which inputs of a call are indices or divisors, and the range that they must lie in.
 
-PyTorch raises an exception for an index out of range. Compiled code on a CPU ends the process, and
-other engines read another element or zeros.
+PyTorch raises an exception for an index out of range, and for an integer divided by 0. Compiled
+code on a CPU ends the process, and other engines return something.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Range(NamedTuple):
         return Range(max(self.low, other.low), min(self.high, other.high), exception)
 
 
+_POSITIVE = Range(1, 1 << 63)
+
+
 def may_be_index(value: Any) -> bool:
     """Whether a value is an integer tensor on the CPU."""
     is_integer = isinstance(value, Tensor) and value.dtype in _INTEGERS
@@ -58,7 +61,7 @@ def may_be_index(value: Any) -> bool:
 
 
 def index_ranges(call: Callable[[], Any], tensors: Sequence[Any]) -> dict[int, Range]:
-    """Runs a call and returns the ranges of those tensors that it uses as indices.
+    """Runs a call and returns the ranges of those tensors that it uses as indices or divisors.
 
     Args:
         call: runs PyTorch operators on the tensors; they may be fake tensors.
@@ -93,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        for index, allowed in _indices(func, args):
+        for index, allowed in _indices(func, args, found):
             if id(index) in self._places:
                 place = self._places[id(index)][1]
                 self.found[place] = allowed.within(self.found.get(place, allowed))
@@ -105,8 +108,8 @@ class _Recorder(TorchDispatchMode):
         return found
 
 
-def _indices(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Range]]:
-    """The index arguments of an operator, each with its range."""
+def _indices(func: Any, args: tuple[Any, ...], found: Any) -> Iterator[tuple[Any, Range]]:
+    """The arguments of an operator that are indices or divisors, each with its range."""
     name = func.overloadpacket
     if name in _ROWS:
         yield args[1], Range(0, args[0].size(0))
@@ -117,6 +120,8 @@ def _indices(func: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Range]]:
         yield from _of_each_dimension(args[0], args[1])
     elif name is aten.take:
         yield args[1], Range(-args[0].numel(), args[0].numel())
+    elif name in _DIVISIONS and not found.is_floating_point():
+        yield args[1], _POSITIVE  # models divide by counts and lengths
     elif name in _LOSSES:
         yield args[1], Range(0, args[0].size(1 if args[0].dim() > 1 else 0), args[4])
 
@@ -150,6 +155,7 @@ _ALONG = (
     aten.scatter_reduce_,
 )
 _ANYWHERE = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index)
+_DIVISIONS = (aten.div, aten.floor_divide, aten.remainder, aten.fmod)
 _LOSSES = (aten.nll_loss_forward, aten.nll_loss2d_forward)
 
 
