@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from steadytorch.results.candidate import TransformSpec
+from steadytorch.runtime import executors
 from steadytorch.runtime.entries import ServingOptions
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.served_inputs import (
@@ -185,3 +186,20 @@ def test_a_plan_whose_first_call_is_at_fault_leaves_the_error_to_the_model():
     for _ in range(2):
         with pytest.raises(IndexError):
             answer(tuned, ids(5000))
+
+
+class Plain(Embedded):
+    """Refuses to run while its operators are recorded."""
+
+    def forward(self, ids):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("no mode is wanted")
+        return super().forward(ids)
+
+
+def test_ranges_are_unknown_where_the_model_cannot_be_recorded():
+    device = torch.device("cpu")
+    assert executors._ranges(Embedded(), (ids(),), {}, device)
+    assert executors._ranges(Plain(), (ids(),), {}, device) == {}
+    with pytest.raises(IndexError):
+        executors._ranges(Plain(), (ids(5000),), {}, device)

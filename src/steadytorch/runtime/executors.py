@@ -148,13 +148,20 @@ def _apply(
 def _ranges(
     model: nn.Module, inputs: tuple[Any, ...], given: Mapping[str, Any], device: torch.device
 ) -> dict[int, Range]:
-    """The ranges of inputs that the model uses as indices, from a call on copies of them."""
-    args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
-    if not any(map(may_be_index, tensors_of((args, kwargs)))):
+    """The ranges of inputs that the model uses as indices, from a call on copies of them.
+
+    Raises:
+        Exception: whatever the model raises for these inputs.
+    """
+    if not any(map(may_be_index, tensors_of((inputs, given)))):
         return {}
+    args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
     copied, state, draws = _apart(model) or model, State([model], keep=True), Draws(device)
     try:
         return index_ranges(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)))
+    except Exception:
+        copied(*args, **kwargs)  # raises, unless only the recorder is at fault
+        return {}
     finally:
         draws.undo()
         if state.changed():  # at other times, writing would look like a change

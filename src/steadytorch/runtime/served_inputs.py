@@ -12,7 +12,7 @@ from steadytorch.workload.index_ranges import Range
 from steadytorch.workload.signature import tensors_of
 
 NOT_FINITE = "an input has NaN or infinities"
-OUT_OF_RANGE = "an index in the inputs is out of range"
+OUT_OF_RANGE = "an index or a divisor in the inputs is out of range"
 
 
 class NotServedError(Exception):
@@ -85,7 +85,7 @@ def are_finite(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
 
 
 def are_in_range(ranges: Mapping[int, Range]) -> list[Test]:
-    """Tests of inputs that are indices, by their places among the tensors of a call."""
+    """Tests of inputs that are indices or divisors, by their places among the tensors of a call."""
     return [Test(place, allowed.excludes, OUT_OF_RANGE) for place, allowed in ranges.items()]
 
 
