@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.usefixtures("ieee"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
 
 LAYOUT, ENGINES = TransformSpec("channels_last"), TransformSpec("cudnn_engines")

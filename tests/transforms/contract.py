@@ -233,9 +233,9 @@ def exercise_training(
     """Trains one workload untouched and an equal one through the transforms."""
     before, inputs = ambient(), [t.clone() for t in _inputs(other)]
     strides = [t.stride() for t in other.model.state_dict().values()]
-    expected = _trained(own, own.model)
+    expected = _trained(own, own)
     with applied_in_order(transforms, other) as changed:
-        found = _trained(other, changed.model)
+        found = _trained(other, changed)
         between = ambient()
     return TrainingEvidence(
         precision=next((t.precision for t in transforms if t.precision != "same"), "same"),
@@ -249,14 +249,15 @@ def exercise_training(
     )
 
 
-def _trained(workload: Workload, model: Any) -> dict[str, torch.Tensor]:
+def _trained(workload: Workload, changed: Workload) -> dict[str, torch.Tensor]:
     """Losses and gradients of each step, and weights, buffers and optimizer state in the end."""
-    step, found = workload.training_step, {}
+    step, found = changed.training_step, {}
     assert step is not None
+    called = step.called_loss
     optimizer: Any = step.optimizer(workload.model.parameters())  # type: ignore[operator]
     for number in range(3):
         optimizer.zero_grad()
-        loss = step.loss(model(*workload.inputs, **workload.kwargs))
+        loss = called(changed.model(*workload.inputs, **workload.kwargs))
         loss.backward()
         found[f"loss {number}"] = loss.detach().clone()
         for name, p in workload.model.named_parameters():
@@ -264,6 +265,7 @@ def _trained(workload: Workload, model: Any) -> dict[str, torch.Tensor]:
                 found[f"gradient {number} {name}"] = p.grad.clone()
                 assert p.grad.stride() == p.stride()
         optimizer.step()
+    assert getattr(called, "fallback", None) is None
     found.update({name: t.clone() for name, t in workload.model.state_dict().items()})
     for number, held in optimizer.state_dict()["state"].items():
         found[f"momentum {number}"] = held["momentum_buffer"].clone()

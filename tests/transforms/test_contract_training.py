@@ -12,6 +12,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.transforms import all_variants, create, order
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 contract: Any = sys.modules["steadytorch_transforms_contract"]
 
 CPU = DeviceFacts(device="cpu", cores_physical=2, cores_logical=4)
@@ -34,7 +35,11 @@ def _cases() -> list[Any]:
         for transform in contract.applicable(all_variants(CPU), make(), CPU):
             if transform.name != "compile":
                 specs = (transform.spec,)
-                cases.append(pytest.param((name, specs), id=f"{name}-{transform.spec}"))
+                again = transform.name == "compile_loss" and name != "conv"  # the same loss
+                marks = contract.SLOW if again else ()
+                cases.append(
+                    pytest.param((name, specs), id=f"{name}-{transform.spec}", marks=marks)
+                )
     for label, specs in {"stack": STACK, "compiled": (COMPILED,)}.items():
         cases.append(pytest.param(("conv", specs), id=f"conv-{label}", marks=contract.SLOW))
     return cases

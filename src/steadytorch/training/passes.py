@@ -98,8 +98,7 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
     result = returned.result
     if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
         result = map_tensors(_widened, result)
-    step = workload.training_step
-    loss = (step.loss if step.compiled_loss is None else step.compiled_loss(step.loss))(result)
+    loss = workload.training_step.called_loss(result)
     if backward:
         loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}

@@ -50,6 +50,11 @@ class TrainingStep:
     captured: Callable[[EagerStep], Callable[..., torch.Tensor]] | None = None
     compiled_loss: Callable[[Loss], CompiledLoss] | None = None
 
+    @property
+    def called_loss(self) -> Loss:
+        """The compiled form of the loss if there is one, else the loss."""
+        return self.loss if self.compiled_loss is None else self.compiled_loss(self.loss)
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:
