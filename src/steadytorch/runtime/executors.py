@@ -156,7 +156,8 @@ def _ranges(
     if not any(map(may_be_index, tensors_of((inputs, given)))):
         return {}
     args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
-    copied, state, draws = _apart(model) or model, State([model], keep=True), Draws(device)
+    copied, draws = _apart(model) or model, Draws(device)
+    state = State([model], keep=True, most=MOST_OWN_BYTES)
     try:
         return index_ranges(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)))
     except Exception:
