@@ -104,7 +104,7 @@ def train(step, data, between=lambda i: None):
     return torch.stack(losses), torch.cuda.get_rng_state()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("scope", [None, BACKWARD, UPDATE, STEP])
 def test_a_compiled_loss_trains_as_the_loss_does(scope):
     """In the middle, a weight that the loss reads changes: graphs are recorded anew."""

@@ -265,7 +265,8 @@ def _trained(workload: Workload, changed: Workload) -> dict[str, torch.Tensor]:
                 found[f"gradient {number} {name}"] = p.grad.clone()
                 assert p.grad.stride() == p.stride()
         optimizer.step()
-    assert getattr(called, "fallback", None) is None
+    fallback = getattr(called, "fallback", None)
+    assert fallback is None, fallback
     found.update({name: t.clone() for name, t in workload.model.state_dict().items()})
     for number, held in optimizer.state_dict()["state"].items():
         found[f"momentum {number}"] = held["momentum_buffer"].clone()
