@@ -119,7 +119,7 @@ def test_a_compiled_loss_trains_as_the_loss_does(scope):
     found = []
     for given, compiles in ((None, False), (scope, True)):
         held["weight"] = 1.0
-        step, net, _ = made(scope=given, loss=loss, compiles=compiles)
+        step, net, _ = made("sgd", given, loss=loss, compiles=compiles)
         found.append((net, train(step, batches(24), double)))
         eager = step.step if isinstance(step, CapturedStep) else step
         assert not compiles or eager.compiled_loss.fallback is None

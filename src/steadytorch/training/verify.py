@@ -58,7 +58,7 @@ def verify_training(
     Args:
         model: the transformed model, called like the untouched one.
         step: the step that is timed.
-        workload: the untouched workload, as returned by `with_optimizer`.
+        workload: the untouched workload, as returned by `with_optimizer`, or with a compiled loss.
         data: the data that `training.reference.make_reference` returned; on any device.
         start: state from which each pass starts; restored at the end.
         precision: the candidate's precision class.
@@ -131,6 +131,8 @@ class _Due:
         self._given = detached(self.inputs)
         self._own, self._counted = here("own"), here("counted")
         self._nesting = data["nesting"][number]
+        step = workload.training_step
+        self._strides = step is None or step.compiled_loss is None  # or outputs may be padded
         self._draws = data["draws"] is not None
         self._parameters = parameters_of(workload)
         self._weights = detached(self._parameters.values())
@@ -146,7 +148,7 @@ class _Due:
         )
 
     def _odd(self, found: Passes) -> str | None:
-        if (fault := nesting_fault(found.nesting, self._nesting)) is not None:
+        if (fault := nesting_fault(found.nesting, self._nesting, self._strides)) is not None:
             return fault
         if not equal(self._given, self.inputs):
             return "writes to its inputs"
