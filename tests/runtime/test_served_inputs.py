@@ -197,9 +197,42 @@ class Plain(Embedded):
         return super().forward(ids)
 
 
-def test_ranges_are_unknown_where_the_model_cannot_be_recorded():
-    device = torch.device("cpu")
-    assert executors._ranges(Embedded(), (ids(),), {}, device)
-    assert executors._ranges(Plain(), (ids(),), {}, device) == {}
+class Features(nn.Module):
+    """Looks up a category of each column, as models of tables do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(30, 8)
+        self.register_buffer("offsets", torch.tensor([0, 10, 20]))
+
+    def forward(self, x):
+        return self.rows(x.long() + self.offsets).relu().sum(1)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize("name", WAYS)
+def test_an_index_that_the_model_computes_raises_as_in_the_model(name):
+    model, x = Features().eval(), torch.rand(4, 3) * 10
+    tuned = tuned_by(model, name)
+    for _ in range(3):
+        answer(tuned, x)
+    for wrong in (1000.0, 10.0, -1.0):
+        bad = x.clone()
+        bad[0] = wrong
+        with pytest.raises(IndexError):
+            answer(tuned, bad)
+    model.offsets -= 10
     with pytest.raises(IndexError):
-        executors._ranges(Plain(), (ids(5000),), {}, device)
+        answer(tuned, x)
+    model.offsets += 10
+    assert_same(tuned, model, x)
+    calls = tuned.report().calls
+    assert calls[f"untouched: {OUT_OF_RANGE}"] == 4
+
+
+def test_indices_are_unknown_where_the_model_cannot_be_recorded():
+    device = torch.device("cpu")
+    assert executors._indices(Embedded(), (ids(),), {}, device)
+    assert not executors._indices(Plain(), (ids(),), {}, device)
+    with pytest.raises(IndexError):
+        executors._indices(Plain(), (ids(5000),), {}, device)

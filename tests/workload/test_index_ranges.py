@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from steadytorch.workload.index_ranges import Range, checked, index_ranges
+from steadytorch.workload.index_ranges import Range
+from steadytorch.workload.indices import find_indices
 
 ROWS, LOGITS = torch.randn(10, 8), torch.randn(12, 10)
 LABELS = Range(0, 10, -100)
@@ -41,8 +42,8 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_indices_have_the_range_of_what_they_index(name):
     call, expected = FOUND[name]
-    found = index_ranges(lambda: call(IDS), [torch.ones(1), IDS])
-    assert found == ({} if expected is None else {1: expected})
+    found = find_indices(lambda: call(IDS), [torch.ones(1), IDS])
+    assert found.given == ({} if expected is None else {1: expected})
 
 
 @pytest.mark.parametrize(
@@ -73,11 +74,3 @@ def test_a_range_excludes_what_lies_outside(values, low, size, other):
     within = all(low <= value < low + size or value == other for value in values)
     tensor = torch.tensor(values, dtype=torch.int64)
     assert Range(low, low + size, other).excludes(tensor) is not within
-
-
-def test_checked_calls_raise_for_indices_out_of_range():
-    call = checked(lambda x, i: x[i], {1: Range(0, 3)})
-    assert torch.equal(call(ROWS, torch.tensor([0, 2])), ROWS[[0, 2]])
-    with pytest.raises(IndexError):
-        call(ROWS, torch.tensor([0, 3]))
-    assert checked(call, {}) is call

@@ -23,11 +23,12 @@ from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import BorrowedArguments
-from steadytorch.workload.index_ranges import Range, index_ranges, may_be_index
+from steadytorch.workload.indices import Indices, find_indices, may_be_index
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
+_INTEGERS = frozenset(("int", "int32", "int64", "long"))
 
 
 @dataclass(frozen=True)
@@ -139,34 +140,44 @@ def _apply(
     call = getattr(call, "aliasing" if alias_outputs else "exact", call)
     tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
     if any(part.compiles or part.engine for part in parts):
-        tests += are_in_range(_ranges(modules[0], inputs, kwargs, workload.device))
+        tests += are_in_range(_indices(modules[0], inputs, kwargs, workload.device))
     if tests:
         call = Guarded(call, inputs, kwargs, tests)
     return Executor(call, is_live, modules, static, stack.close)
 
 
-def _ranges(
+def _indices(
     model: nn.Module, inputs: tuple[Any, ...], given: Mapping[str, Any], device: torch.device
-) -> dict[int, Range]:
-    """The ranges of inputs that the model uses as indices, from a call on copies of them.
+) -> Indices:
+    """The model's indices in a call with these inputs, from a call on copies of them.
 
     Raises:
         Exception: whatever the model raises for these inputs.
     """
-    if not any(map(may_be_index, tensors_of((inputs, given)))):
-        return {}
+    tensors = tensors_of((inputs, given))
+    converts = device.type == "cpu" and any(map(_names_integers, model.modules()))
+    if not converts and not any(map(may_be_index, tensors)):
+        return Indices({})
     args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
     copied, draws = _apart(model) or model, Draws(device)
+    live = {id(copied.get_buffer(name)): buffer for name, buffer in model.named_buffers()}
     state = State([model], keep=True, most=MOST_OWN_BYTES)
     try:
-        return index_ranges(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)))
+        found = find_indices(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)), live)
+        return found.allowing(tensors)
     except Exception:
         copied(*args, **kwargs)  # raises, unless only the recorder is at fault
-        return {}
+        return Indices({})
     finally:
         draws.undo()
         if state.changed():  # at other times, writing would look like a change
             state.restore()
+
+
+def _names_integers(module: nn.Module) -> bool:
+    """Whether a module's code may convert floating-point inputs to indices, by the names in it."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and not _INTEGERS.isdisjoint(code.co_names)
 
 
 def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from steadytorch.workload.index_ranges import Range
+from steadytorch.workload.indices import Indices
 from steadytorch.workload.signature import tensors_of
 
 NOT_FINITE = "an input has NaN or infinities"
@@ -20,16 +21,14 @@ class NotServedError(Exception):
 
 
 class Test(NamedTuple):
-    """A test of an input.
+    """A test of the tensors of a call.
 
     Attributes:
-        place: of the input among the tensors of a call.
-        fails: whether the executor must not serve this tensor.
+        fails: whether the executor must not serve them.
         reason: what is wrong then.
     """
 
-    place: int
-    fails: Callable[[torch.Tensor], bool]
+    fails: Callable[[Sequence[Any]], bool]
     reason: str
 
 
@@ -58,8 +57,8 @@ class Guarded:
     def refuses(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Why a call with these arguments would raise `NotServedError`; None if it would not."""
         tensors = args if self._is_flat else tensors_of((args, kwargs))
-        for place, fails, reason in self._tests:
-            if fails(tensors[place]):
+        for fails, reason in self._tests:
+            if fails(tensors):
                 return reason
         return None
 
@@ -78,15 +77,19 @@ def are_finite(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
     numbers whose sum overflows, may have them later, such as a mask, but never NaN.
     """
     return [
-        Test(place, _test(tensor), NOT_FINITE)
+        Test(partial(_fails_at, place, _test(tensor)), NOT_FINITE)
         for place, tensor in enumerate(tensors_of((args, dict(kwargs))))
         if tensor.is_floating_point() and tensor.is_cpu
     ]
 
 
-def are_in_range(ranges: Mapping[int, Range]) -> list[Test]:
-    """Tests of inputs that are indices or divisors, by their places among the tensors of a call."""
-    return [Test(place, allowed.excludes, OUT_OF_RANGE) for place, allowed in ranges.items()]
+def are_in_range(indices: Indices) -> list[Test]:
+    """Tests of indices and divisors of a call, if it has any."""
+    return [Test(indices.out_of_range, OUT_OF_RANGE)] if indices else []
+
+
+def _fails_at(place: int, fails: Callable[[torch.Tensor], bool], tensors: Sequence[Any]) -> bool:
+    return fails(tensors[place])
 
 
 def _test(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:

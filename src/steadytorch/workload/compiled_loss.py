@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steadytorch.errors import one_line
-from steadytorch.workload.index_ranges import Range, checked, index_ranges
+from steadytorch.workload.indices import Indices, checked, find_indices
 from steadytorch.workload.reads import Reads
 from steadytorch.workload.signature import map_tensors, tensors_of
 
@@ -77,14 +77,14 @@ class CompiledLoss:
         self.fallback = reason
         return value
 
-    def _ranges(self, graph: Any, inputs: Any) -> dict[int, Range]:
+    def _indices(self, graph: Any, inputs: Any) -> Indices:
         from torch._guards import detect_fake_mode
 
         fakes = detect_fake_mode(inputs)
         assert fakes is not None
         with fakes:
             given = [fakes.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
-            return index_ranges(lambda: graph(*given), given)
+            return find_indices(lambda: graph(*given), given)
 
     def _own(self, output: Any, targets: tuple[Any, ...]) -> Tensor:
         return self.loss(map_tensors(_unpadded, output), *targets)
@@ -95,9 +95,9 @@ class CompiledLoss:
         self._times += 1
         if self._times > _MOST_COMPILED:
             raise RuntimeError("compiled too often")
-        ranges = self._ranges(graph, inputs)
+        indices = self._indices(graph, inputs)
         compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
-        return checked(compiled, ranges)
+        return checked(compiled, indices)
 
 
 def _unpadded(tensor: Tensor) -> Tensor:

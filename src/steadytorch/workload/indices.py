@@ -1,0 +1,383 @@
+"""Finds the indices and divisors of a call, and tells whether another call has them in range.
+
+PyTorch raises an exception for an index out of range, and for an integer divided by 0. Compiled
+code on a CPU ends the process, and other engines return something.
+
+An index may be an input, or be computed, as in `F.embedding(ids + 1, table)`. One call is recorded.
+Of its operators, those that lead from inputs to indices are repeated before later calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steadytorch.workload.index_ranges import Range, uses
+
+MOST_STEPS = 64
+"""Maximum number of operators that are repeated. Where more are needed, no computed index is
+known."""
+MOST_ELEMENTS = 1 << 18
+"""Maximum size of the result of a repeated operator; converting so many numbers takes 50 us."""
+
+aten = torch.ops.aten
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COPIES = (
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten._reshape_copy.default,
+    aten.constant_pad_nd.default,  # labels of language models, shifted
+    aten.roll.default,
+    aten.flip.default,
+)
+_PLACES = (
+    aten.argmax,
+    aten.argmin,
+    aten.argsort,
+    aten.sort,
+    aten.topk,
+    aten.max,
+    aten.min,
+    aten.kthvalue,
+    aten.median,
+)
+_UNREPEATABLE = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+)
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor in the arguments of a step."""
+
+    number: int
+
+
+class _Step(NamedTuple):
+    """An operator to repeat; `results` are the slots of the tensors that it returns."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+
+
+class _Check(NamedTuple):
+    """The slot of a computed index or divisor, and its range."""
+
+    slot: int
+    allowed: Range
+
+
+class Indices:
+    """The indices and divisors of a call.
+
+    Args:
+        given: ranges of those that are inputs of the call, by place.
+        program: steps that compute others, and checks of these, in order. Inputs are in the slots
+            of their places.
+        constants: other tensors that the steps read, by slot.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[int, Range],
+        program: Sequence[_Step | _Check] = (),
+        constants: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.given, self._program = dict(given), tuple(program)
+        self._constants = dict(constants or {})
+
+    def __bool__(self) -> bool:
+        return bool(self.given or self._program)
+
+    def out_of_range(self, tensors: Sequence[Any]) -> bool:
+        """Whether a call on these tensors has an index or divisor out of its range."""
+        for place, allowed in self.given.items():
+            if allowed.excludes(tensors[place]):
+                return True
+        return bool(self._program) and self._repeated(tensors)
+
+    def allowing(self, tensors: Sequence[Any]) -> Indices:
+        """Those that are in range in a call on these tensors, which is known to succeed."""
+        given = {
+            n: allowed for n, allowed in self.given.items() if not allowed.excludes(tensors[n])
+        }
+        computed = () if self._program and self._repeated(tensors) else self._program
+        return Indices(given, computed, self._constants)
+
+    @torch.no_grad()
+    def _repeated(self, tensors: Sequence[Any]) -> bool:
+        slots = dict(enumerate(tensors)) | self._constants
+        for part in self._program:
+            if isinstance(part, _Check):
+                if part.allowed.excludes(slots[part.slot]):
+                    return True
+                continue
+            try:
+                found = part.operator(*_filled(part.args, slots), **_filled(part.kwargs, slots))
+            except Exception:  # as the call would, for an index of indices
+                return True
+            slots.update(zip(part.results, _tensors(found), strict=True))
+        return False
+
+
+def checked(call: Callable[..., Any], indices: Indices) -> Callable[..., Any]:
+    """The call of flat tensors, which raises IndexError if an index or divisor is out of range."""
+    if not indices:
+        return call
+
+    def check(*tensors: Tensor) -> Any:
+        if indices.out_of_range(tensors):
+            raise IndexError("index out of range")
+        return call(*tensors)
+
+    return check
+
+
+def may_be_index(value: Any) -> bool:
+    """Whether a value is an integer tensor on the CPU."""
+    return _is_plain(value) and value.dtype in _INTEGERS
+
+
+def find_indices(
+    call: Callable[[], Any], tensors: Sequence[Any], live: Mapping[int, Tensor] | None = None
+) -> Indices:
+    """Runs a call and returns which inputs it uses as indices or divisors, and which it computes.
+
+    Of computed ones, those are known that few operators make from inputs and from integers that
+    the model holds. Places that an operator such as `argmax` finds are taken to be in range.
+
+    Args:
+        call: runs PyTorch operators on the tensors; they may be fake tensors.
+        tensors: the inputs of the call; those that are not on the CPU are ignored.
+        live: if the call reads copies, the originals by the `id` of their copies.
+    """
+    recorder = _Recorder(tensors)
+    with recorder, torch.no_grad():
+        call()
+    return Indices(recorder.given, *recorder.tape.program(live or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows inputs through views, copies and conversions, and leaves other operators to a tape.
+
+    Attributes:
+        given: ranges of inputs by place.
+        tape: computed indices.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self.given: dict[int, Range] = {}
+        self.tape = _Tape(tensors)
+        # Keeps the tensors alive, so that no id is used twice.
+        self._places: dict[int, tuple[Tensor, int]] = {
+            id(tensor): (tensor, place)
+            for place, tensor in enumerate(tensors)
+            if may_be_index(tensor)
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        for index, allowed in uses(func, args, found):
+            if id(index) in self._places:
+                place = self._places[id(index)][1]
+                self.given[place] = allowed.within(self.given.get(place, allowed))
+            else:
+                self.tape.check(index, allowed)
+        if args and id(args[0]) in self._places and (func.is_view or func in _COPIES):
+            place = self._places[id(args[0])][1]
+            for each in _tensors(found):
+                if each.dtype in _INTEGERS:
+                    self._places[id(each)] = each, place
+        written = _written(func, args, kwargs)
+        if written:
+            memory = set(map(_memory, filter(_is_plain, written)))
+            self._places = {
+                key: kept for key, kept in self._places.items() if _memory(kept[0]) not in memory
+            }
+        self.tape.note(_Step(func, args, kwargs, ()), _tensors(found), written)
+        return found
+
+
+class _Part(NamedTuple):
+    """A step or check on the tape, with the slots that it reads and the memory of all tensors."""
+
+    what: _Step | _Check
+    reads: frozenset[int]
+    memory: frozenset[int]
+    written: frozenset[int] = frozenset()
+
+
+class _Tape:
+    """The operators whose results depend on inputs and constants alone, and checks of results.
+
+    Tensors that share memory are told apart by their slots, but a write to one is one to all.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._slots = {
+            id(tensor): (tensor, place) for place, tensor in enumerate(tensors) if _is_plain(tensor)
+        }
+        self._given = self._next = len(tensors)
+        self._parts: list[_Part] = []
+        self._checked: set[tuple[_Check, int]] = set()
+        self._writes: Counter[int] = Counter()
+        self._inputs = frozenset(_memory(tensor) for tensor, _ in self._slots.values())
+        self._varying = set(self._inputs)  # memory that depends on inputs
+        self._fresh = set[int]()  # memory that steps allocate
+        self._unknown: dict[int, Tensor] = {}  # memory that holds what cannot be repeated
+
+    def check(self, index: Any, allowed: Range) -> None:
+        """Notes that the call uses a tensor as an index or divisor."""
+        if not may_be_index(index) or id(index) not in self._slots:
+            return
+        slot, memory = self._slots[id(index)][1], _memory(index)
+        key = _Check(slot, allowed), self._writes[memory]
+        if memory in self._varying and memory not in self._unknown and key not in self._checked:
+            self._checked.add(key)
+            self._parts.append(_Part(key[0], frozenset((slot,)), frozenset((memory,))))
+
+    def note(self, step: _Step, made: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Notes an operator.
+
+        Args:
+            step: the operator and its arguments, tensors among them.
+            made: tensors that it returned.
+            written: tensors that it wrote to.
+        """
+        given = _tensors((step.args, step.kwargs))
+        memory = frozenset(map(_memory, filter(_is_plain, [*given, *made])))
+        changed = frozenset(map(_memory, filter(_is_plain, written)))
+        if not self._repeats(step.operator, given, made, changed):
+            kept = (t for t in made if not t.is_floating_point() and t.numel() <= MOST_ELEMENTS)
+            self._unknown |= {_memory(t): t for t in (*kept, *written) if _is_plain(t)}
+            return
+        reads = frozenset(map(self._slot, given))
+        args, kwargs = self._described(step.args), self._described(step.kwargs)
+        results = tuple(map(self._slot, made))
+        returned = frozenset(map(_memory, made))
+        self._fresh |= returned - frozenset(map(_memory, given))
+        self._writes.update(changed)
+        if not memory.isdisjoint(self._varying):
+            self._varying |= changed | returned
+        what = _Step(step.operator, args, kwargs, results)
+        self._parts.append(_Part(what, reads, memory, changed))
+
+    def _repeats(
+        self,
+        operator: Any,
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        changed: frozenset[int],
+    ) -> bool:
+        if operator.overloadpacket in _PLACES or not made:
+            return False
+        if any(tag in operator.tags for tag in _UNREPEATABLE):
+            return False
+        is_known = changed <= self._fresh and all(map(self._is_known, given))
+        return is_known and all(
+            _is_plain(t) and (operator.is_view or t.numel() <= MOST_ELEMENTS) for t in made
+        )
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        if not _is_plain(tensor) or _memory(tensor) in self._unknown:
+            return False
+        if id(tensor) in self._slots:
+            return True
+        # A constant, or held by the model.
+        is_small = not tensor.is_floating_point() and tensor.numel() <= MOST_ELEMENTS
+        return is_small and not isinstance(tensor, FakeTensor)
+
+    def _slot(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._slots:
+            self._slots[id(tensor)] = tensor, self._next
+            self._next += 1
+        return self._slots[id(tensor)][1]
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _Slot(self._slot(value))
+        if isinstance(value, dict):
+            return {name: self._described(item) for name, item in value.items()}
+        if isinstance(value, tuple | list):
+            return list(map(self._described, value))
+        return value
+
+    def program(self, live: Mapping[int, Tensor]) -> tuple[list[_Step | _Check], dict[int, Tensor]]:
+        """The checks and the steps that they need, in order, and the constants of these by slot."""
+        parts, slots, memory = list[_Part](), set[int](), set[int]()
+        for part in reversed(self._parts):
+            is_needed = isinstance(part.what, _Check) or not slots.isdisjoint(part.what.results)
+            if is_needed or not memory.isdisjoint(part.written):
+                parts.append(part)
+                slots |= part.reads
+                memory |= part.memory
+        program = [part.what for part in reversed(parts)]
+        if sum(isinstance(what, _Step) for what in program) > MOST_STEPS:
+            return [], {}
+        held = {slot: live.get(key, tensor) for key, (tensor, slot) in self._slots.items()}
+        constants, known = dict[int, Tensor](), set(range(self._given))
+        for part in reversed(parts):
+            constants |= {slot: held[slot] for slot in part.reads - known}
+            known |= part.reads.union(part.what.results if isinstance(part.what, _Step) else ())
+        return program, constants
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a strided tensor on the CPU."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    return value.layout == torch.strided and not value.is_nested
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operator writes to."""
+    expected = func._schema.arguments
+    given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(expected)]
+    changed = zip(expected, given, strict=True)
+    return [
+        tensor
+        for argument, value in changed
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value)
+    ]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in the arguments or results of an operator."""
+    return list(_each_tensor(value))
+
+
+def _each_tensor(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _each_tensor(item)
+
+
+def _filled(value: Any, slots: Mapping[int, Any]) -> Any:
+    if isinstance(value, _Slot):
+        return slots[value.number]
+    if isinstance(value, dict):
+        return {name: _filled(item, slots) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, slots) for item in value]
+    return value
