@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import re
 import shutil
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,6 +28,7 @@ from steadytorch.transforms.traits import (
     refuse_if,
     steered,
 )
+from steadytorch.workload.private_entry import private_entry
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -162,7 +161,7 @@ def _compiled(model: Any, parameters: Any, pads: bool) -> Iterator[Callable[...,
 
     if isinstance(model, Converting):
         model.lend_uncompiled()
-    entry = _private_entry(model)
+    entry = private_entry(model)
     unseen: Any = {"guard_filter_fn": guards_to_keep}
     compiled = torch.compile(
         entry,
@@ -188,25 +187,8 @@ def missing_compiler(facts: DeviceFacts) -> tuple[Objection, ...]:
     return ((shutil.which(compiler) is None, f"no C++ compiler found: {compiler} is not on PATH"),)
 
 
-def _private_entry(steadytorch_model: Any) -> Callable[..., Any]:
-    """Return a function that calls the model, with its own code object and globals.
-
-    Dynamo caches compiled code per code object. Callers that share a code object share its
-    recompilation limit, and dropping the cache of one drops the cache of all. Guards name the model
-    by the argument `steadytorch_model`, which no other code uses.
-    """
-
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        return steadytorch_model(*args, **kwargs)
-
-    space = {"__builtins__": builtins, "__name__": __name__}
-    return types.FunctionType(
-        entry.__code__.replace(), space, entry.__name__, None, entry.__closure__
-    )
-
-
 _REGISTERED = re.compile(r"steadytorch_model(\._modules\['[^']*'\])*")
-"""Dynamo's name for a module of the model's tree, as reached from `_private_entry`."""
+"""Dynamo's name for a module of the model's tree, as reached from `private_entry`."""
 
 
 def guards_to_keep(guards: Sequence[Any]) -> list[bool]:

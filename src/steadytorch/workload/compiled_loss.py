@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from steadytorch.errors import one_line
 from steadytorch.workload.indices import Indices, checked, find_indices
+from steadytorch.workload.private_entry import private_entry
 from steadytorch.workload.reads import Reads
 from steadytorch.workload.signature import map_tensors, tensors_of
 
@@ -49,7 +48,7 @@ class CompiledLoss:
         self._form: Any = None
         self._times = 0
         self._compiled: Callable[..., Tensor] = torch.compile(
-            _private_entry(loss), fullgraph=True, dynamic=False, backend=self._compile
+            private_entry(loss), fullgraph=True, dynamic=False, backend=self._compile
         )
 
     def __call__(self, output: Any, *targets: Any) -> Tensor:
@@ -124,17 +123,3 @@ def _without_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
-
-
-def _private_entry(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that calls the loss, with a code object of its own.
-
-    Dynamo counts compilations per code object, and keeps compiled code as long as that exists.
-    """
-
-    def entry(*args: Any) -> Tensor:
-        return loss(*args)
-
-    space = {"__builtins__": builtins, "__name__": __name__}
-    code = entry.__code__.replace()
-    return types.FunctionType(code, space, entry.__name__, None, entry.__closure__)
