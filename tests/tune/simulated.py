@@ -41,6 +41,9 @@ RANGES = {
     "inference_mode": (0.93, 1.0),
     "fold_batch_norm": (0.95, 1.02),
     "cudnn_deterministic": (0.98, 1.1),
+    "compile_loss": (0.85, 1.02),
+    "optimizer": (0.9, 1.02),
+    "step_graph": (0.3, 0.98),
 }
 """How many times as long an iteration takes with a transform."""
 SECONDS = {"load": 4.0, "reference": 4.0, "explained": 3.0, "characterise": 1.0, "verify": 1.0}
@@ -166,6 +169,7 @@ def search(
     available: Sequence[TransformSpec] = AVAILABLE,
     device: str = "cuda:0",
     pads: Any = bool,
+    given: Any = None,
 ) -> Any:
     """Runs a search on a machine; returns its result."""
     options = SearchOptions(budget_s=budget_s, precision="bf16")
@@ -175,7 +179,7 @@ def search(
     )
     with mock.patch.object(setup_scheduler, "wait_any", machine.wait_any):
         return Search(
-            workload(),
+            given or workload(),
             scheduler,
             available=available,
             not_applicable={},

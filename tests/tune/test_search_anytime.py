@@ -9,13 +9,26 @@ import sys
 from contextlib import suppress
 
 import pytest
+import torch
 from scripted import NullListener
-from simulated import AUTOCAST, AVAILABLE, BF16, MS, RANGES, Machine, outcome, search
+from simulated import (
+    ATTENTION,
+    AUTOCAST,
+    AVAILABLE,
+    BF16,
+    LAYOUT,
+    MS,
+    RANGES,
+    Machine,
+    outcome,
+    search,
+)
 
 from steadytorch.errors import UsageError
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.prospects import Prospects
 from steadytorch.tune.search import Search, compiling
+from steadytorch.workload.workload import Workload
 
 
 class Log(NullListener):
@@ -115,6 +128,22 @@ def test_a_search_takes_no_longer_than_a_fifth_beyond_its_budget(seed, budget_s)
     found = outcome(seed, budget_s, compile_s=0.7 * budget_s)
     assert found.seconds <= 1.2 * budget_s + 5.0
     assert ("beyond the budget" in found.ended) == (found.seconds > budget_s + 0.5)
+
+
+LOSS, WHOLE = TransformSpec("compile_loss"), TransformSpec("step_graph", (("scope", "step"),))
+FUSED = TransformSpec("optimizer", (("implementation", "fused"), ("merge", False)))
+PLAIN = TransformSpec("compile", (("mode", "default"), ("freezing", False)))
+OF_TRAINING = [LAYOUT, AUTOCAST, *ATTENTION, PLAIN, LOSS, FUSED, WHOLE]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_compiled_step_is_found_without_the_part_that_is_at_fault(seed):
+    model = torch.nn.Linear(4, 4)
+    given = Workload.training(model, torch.ones(2, 4), torch.sum, torch.optim.SGD)
+    machine = Machine(seed, inexact=[LOSS])
+    found = search(machine, 180.0, available=OF_TRAINING, given=given)
+    assert PLAIN in found.chosen
+    assert LOSS not in found.chosen
 
 
 def test_a_compilation_that_is_about_to_be_ready_is_waited_for_and_it_is_said():

@@ -224,7 +224,8 @@ class Search:
         screening its variations would hold the compilers up. Spare cores then compile variations of
         the first candidate that is being compiled.
         """
-        strong = [*self._scheduler.retry, *source.seeds(), *self._unpadded()]
+        smaller = self._without_one_part(source)
+        strong = [*self._scheduler.retry, *source.seeds(), *smaller, *self._unpadded()]
         begun = self._scheduler.begun
         untried = [candidate for candidate in strong if not self._pool.known(candidate)]
         settled = compiles(self._pool.leader().candidate) or self._engine_leads()
@@ -234,6 +235,25 @@ class Search:
             return strong
         first = self._compiled_under_way()[:1]
         return [*strong, *(c for each in first for c in source.neighbours(each) if compiles(c))]
+
+    def _without_one_part(self, source: CandidateSource) -> list[Candidate]:
+        """Compiled training steps that were rejected, without one transform each.
+
+        That transform may be at fault, and all known compiled combinations for training share most
+        of theirs; those for inference differ enough. Empty once compiled code was timed. Timeouts
+        are no reason: less would take as long.
+        """
+        if self._has_timed_compiled() or not self._workload.is_training:
+            return []
+        at_fault = [
+            trial.candidate
+            for trial in self._pool.trials
+            if trial.status in ("rejected", "failed")
+            and trial.fault is not Fault.DEADLINE
+            and compiles(trial.candidate)
+        ]
+        smaller = (c for each in at_fault for c in source.neighbours(each) if len(c) < len(each))
+        return [candidate for candidate in smaller if compiles(candidate)]
 
     def _may_gain_by_engines(self) -> bool:
         """Whether cuDNN engines apply and are worth choosing for a training step.
