@@ -37,7 +37,10 @@ class TelemetryStretches:
         return (self._first < ends[place]) & (ends > self._first[place])
 
     def extra_events(self, channel: str, place: int) -> float:
-        """Return a span's events beyond `UNUSUAL` of all equally long stretches; 0 if unknown."""
+        """Return how many events a span has beyond what is usual for its length; 0 if unknown.
+
+        Usual is the quantile `UNUSUAL` of all stretches of that length.
+        """
         return self._extra(channel, place, UNUSUAL)
 
     def extra_ns(self, channel: str, place: int) -> float:

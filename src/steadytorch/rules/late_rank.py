@@ -16,8 +16,8 @@ LEAST_SHARE = 0.05
 LEAST_MATCH = 0.5
 """Minimum part of the lateness that the other ranks spend in longer waits."""
 LEAST_ERRORS = 4.0
-"""Minimum lateness in standard errors, of eight batches each: ranks that share cores differ by
-chance."""
+"""Minimum lateness in standard errors, each from eight batches of steps. Ranks that share cores
+differ by chance."""
 _Times = Mapping[str, tuple[float, float]]
 _OWN = ("input_wait", "collection", "copies", "optimizer", "evaluation")
 """Slices in which no rank waits for another."""

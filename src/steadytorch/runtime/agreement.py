@@ -61,8 +61,7 @@ SIZED = 1e-3
 CHUNK = 1 << 22
 """Elements compared at once: 100 MB of float64 temporaries."""
 CPU_CHUNK = 1 << 16
-"""The same on a CPU, where float64 temporaries that fit into a core's cache take an eighth of the
-time."""
+"""The same on a CPU. The temporaries fit into a core's cache, which takes an eighth of the time."""
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 

@@ -14,7 +14,7 @@ SAME_FACTOR = 4.0
 """Class `same`: largest error allowed, as a multiple of the untouched workload's own error.
 
 Another order of summation is equally correct but changes the error: a float32 convolution in
-channels last on a CPU had 1.6 to 1.9 times as much. A lower precision has hundreds of times."""
+channels last on a CPU had 1.6 to 1.9 times the error, a lower precision hundreds of times."""
 SLICE_FACTOR = 4.0
 """Lower classes: largest error allowed in a slice, as a multiple of what rounding explains. Of 54
 networks, the worst slice in bf16 or fp16 had 1.9 times as much."""
