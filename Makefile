@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/steady demo
 
-# Tests that need the cores to themselves run first; then a file per core.
-PYTEST   := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+# Tests that need the cores to themselves run first; then a file per core. Their many processes
+# share the bytecode of our modules, even where PYTHONDONTWRITEBYTECODE is set.
+PYTEST   := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 ALONE    := $$(grep -rl --include='*.py' mark.alone tests)
 
 test: $(VENV)/installed-dev  # a sample of each sweep, and all that is quick; GPUs: gpu-test
