@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib.util
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +65,18 @@ if _CONTRACT not in sys.modules:
     assert _spec.loader is not None
     sys.modules[_CONTRACT] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[_CONTRACT])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector passes over what is there before the tests; all of it stays in use."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -231,10 +231,9 @@ def test_a_workload_that_fetches_its_inputs_shows_its_loader(handler, tmp_path):
 
 @pytest.fixture
 def little_to_collect():
-    """Exclude objects of earlier tests from collections."""
+    """Exclude objects of earlier tests from collections, from now on."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_collections_are_in_the_trace(handler, tmp_path, little_to_collect):
