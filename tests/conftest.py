@@ -79,9 +79,26 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second worker collects from the end: what one has rewritten, the other reads."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and _collects_from_the_end():
+        report.result.reverse()
+    return report
+
+
+def _collects_from_the_end() -> bool:
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2 == 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `sampled(every=n)`, all cases but every n-th are marked slow."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path)  # all workers must agree on the order
     cases: Counter[str] = Counter()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
