@@ -121,7 +121,11 @@ def test_a_worker_that_needs_less_does_not_wait_for_the_imports_of_another(serve
         ("", True),
         ("from threading import Timer\nTimer(99, print).start()", False),
         ("import torch\ntorch.cuda._is_in_bad_fork = lambda: True", False),
-        ("import torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 20).add_(1)", False),
+        (
+            "import torch, __main__\n__main__._PROBE_S = 1.0\n"  # waited out in the server
+            "torch.set_num_threads(2)\ntorch.ones(1 << 20).add_(1)",
+            False,
+        ),
     ],
     ids=["harmless", "a thread", "CUDA", "a pool of OpenMP threads"],
 )
