@@ -88,10 +88,12 @@ def test_the_wheel_has_its_data_and_nothing_else(wheel):
 def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     venv, elsewhere = tmp_path / "venv", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=120
+    )
     own = sysconfig.get_path("purelib", "venv", vars={"base": str(venv), "platbase": str(venv)})
-    # The dependencies come from this environment; .pth files within it are not followed, so that
-    # an editable install of this tree stays out.
+    # pip and the dependencies come from this environment; .pth files within it are not followed,
+    # so that an editable install of this tree stays out.
     (Path(own) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
 
@@ -106,7 +108,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
             timeout=120,
         ).stdout
 
-    run("pip", "install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    options = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--force-reinstall")
+    run("python", "-m", "pip", "install", *options, str(wheel))
     where = run("python", "-c", "import steadytorch; print(steadytorch.__file__)")
     assert where.startswith(str(venv))
     assert run("steady", "--version") == f"steady, version {steadytorch.__version__}\n"
