@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import psutil
@@ -13,6 +14,7 @@ from faulty import Slow, spec
 
 from steadytorch import transforms
 from steadytorch.bench.bench_worker import save_payload
+from steadytorch.process.fork_server import ForkServer
 from steadytorch.process.worker import Worker
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.search import Search
@@ -42,12 +44,13 @@ ABRUPT = ("exits", "segfaults", "raises", "exhausts", "dies_late")
 class Launcher:
     """Starts workers that register the transforms of faulty.py."""
 
-    def __init__(self, directory, memory_limit_bytes=None):
-        self._directory, self._limit = directory, memory_limit_bytes
+    def __init__(self, directory, memory_limit_bytes=None, server=None):
+        self._directory, self._limit, self._server = directory, memory_limit_bytes, server
         self.started = []
 
     def __call__(self, name, imports):
-        worker = Worker("faulty:FaultyHandler", self._directory, name, {}, self._limit)
+        limit, server = self._limit, self._server
+        worker = Worker("faulty:FaultyHandler", self._directory, name, {}, limit, server=server)
         self.started.append(worker)
         return worker
 
@@ -76,18 +79,25 @@ def _left(started):
     return [worker.pid for worker in started if psutil.pid_exists(worker.pid)]
 
 
+@pytest.fixture(scope="module")
+def server(faulty_transforms, tmp_path_factory):
+    """Forks the workers, as that of a real search does."""
+    with closing(ForkServer(tmp_path_factory.mktemp("server"))) as server:
+        yield server
+
+
 @pytest.fixture(
     scope="module",
     params=[ABRUPT, pytest.param(tuple(ENDS), marks=pytest.mark.slow)],
     ids=["abrupt", "all"],
 )
-def searched(request, faulty_transforms, tmp_path_factory):
+def searched(request, server, tmp_path_factory):
     """One search over faults and one honest candidate, and this process before and after."""
     directory = tmp_path_factory.mktemp("search")
     workload = _workload()
     save_payload(workload, directory)
     before = _state_of_this_process()
-    launcher = Launcher(directory)
+    launcher = Launcher(directory, server=server)
     options = SearchOptions(budget_s=600)
     search = Search(
         workload,
