@@ -20,6 +20,7 @@ from steadytorch.workload.workload import Workload
 
 from .trained import Candidate, Loss, Net, through, workload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCES: dict = {}
 
 
