@@ -38,14 +38,6 @@ _load("simulated")
 _load("stored")
 
 
-HERE = Path(__file__).parent
-TRAINING = HERE.parent / "training"
-
-
-def _load(name: str, folder: Path = HERE) -> None:
-    """Loads a module shared by several test files from its path, since tests are not a package."""
-
-
 @pytest.fixture(scope="module")
 def faulty_transforms():
     """Registers the transforms of faulty.py here, and lets workers import that file."""
