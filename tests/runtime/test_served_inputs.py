@@ -230,6 +230,30 @@ def test_an_index_that_the_model_computes_raises_as_in_the_model(name):
     assert calls[f"untouched: {OUT_OF_RANGE}"] == 4
 
 
+class Held(nn.Module):
+    """Holds what shifts its indices in a buffer, a plain tensor and a scripted module."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("buffer", torch.tensor([1]))
+        self.plain = torch.tensor([1])
+        self.scripted = torch.jit.script(nn.Linear(4, 4))
+        self.rows = nn.Embedding(9, 4)
+
+    def forward(self, x):
+        return self.scripted(self.rows((x + 0.5).long() + self.buffer + self.plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["buffer", "plain"])
+def test_what_a_model_holds_is_read_where_it_is(name):
+    model, x = Held(), torch.rand(3)
+    found = executors._indices(model, (x,), {}, torch.device("cpu"))
+    assert not found.out_of_range([x])
+    getattr(model, name).add_(8)
+    assert found.out_of_range([x])
+
+
 def test_indices_are_unknown_where_the_model_cannot_be_recorded():
     device = torch.device("cpu")
     assert executors._indices(Embedded(), (ids(),), {}, device)

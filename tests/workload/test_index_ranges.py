@@ -11,12 +11,14 @@ from steadytorch.workload.indices import find_indices
 
 ROWS, LOGITS = torch.randn(10, 8), torch.randn(12, 10)
 LABELS = Range(0, 10, -100)
+DIVISORS = Range(-(1 << 63), 1 << 63, divides=True)
 IDS = torch.arange(12) % 7 + 1
 FOUND = {
     "embedding": (lambda i: F.embedding(i, ROWS), Range(0, 10)),
-    "a view": (lambda i: F.embedding(i.view(3, 4)[:, 1:].reshape(-1), ROWS), Range(0, 10)),
-    "another dtype": (lambda i: F.embedding(i.int(), ROWS), Range(0, 10)),
-    "parts": (lambda i: [F.embedding(part, ROWS) for part in i.split(5)], Range(0, 10)),
+    "a view": (lambda i: F.embedding(i.view(3, 4).t().flip(1)[None], ROWS), Range(0, 10)),
+    "a part": (lambda i: F.embedding(i[1:], ROWS), None),
+    "less wide": (lambda i: F.embedding(i.int(), ROWS), None),
+    "wider": (lambda i: F.embedding(i.int().long(), ROWS), None),
     "a bag": (lambda i: F.embedding_bag(i.view(3, 4), ROWS), Range(0, 10)),
     "rows": (lambda i: ROWS[i], Range(-10, 10)),
     "columns": (lambda i: ROWS[:, i], Range(-8, 8)),
@@ -28,11 +30,13 @@ FOUND = {
     "one hot": (lambda i: F.one_hot(i, 9), Range(0, 9)),
     "written": (lambda i: torch.zeros(9).index_put((i,), torch.ones(())), Range(-9, 9)),
     "classes": (lambda i: F.cross_entropy(LOGITS, i), LABELS),
-    "shifted": (lambda i: F.cross_entropy(LOGITS, F.pad(i, (0, 1), value=-100)[1:]), LABELS),
+    "shifted": (lambda i: F.cross_entropy(LOGITS, F.pad(i, (0, 1), value=-100)[1:]), None),
+    "filled": (lambda i: torch.zeros(9).index_fill(0, i, 1.0), Range(-9, 9)),
     "rolled": (lambda i: F.cross_entropy(LOGITS, i.roll(-1)), LABELS),
     "both": (lambda i: (ROWS[i], F.embedding(i, ROWS[:9])), Range(0, 9)),
-    "a divisor": (lambda i: 100 // (i.view(3, 4)), Range(1, 1 << 63)),
-    "a remainder": (lambda i: torch.full_like(i, 100) % i, Range(1, 1 << 63)),
+    "a divisor": (lambda i: 100 // (i.view(3, 4)), DIVISORS),
+    "a remainder": (lambda i: torch.full_like(i, 100) % i, DIVISORS),
+    "in place": (lambda i: torch.full_like(i, 100).remainder_(i), DIVISORS),
     "a ratio of numbers": (lambda i: LOGITS[:, 0] / i, None),
     "nothing": (lambda i: i + 1, None),
     "moved": (lambda i: F.embedding(i + 1, ROWS), None),
@@ -69,8 +73,10 @@ def test_pytorch_raises_just_beyond_the_range(name, end):
     low=st.integers(-10, 5),
     size=st.integers(1, 10),
     other=st.none() | st.integers(-20, 20),
+    divides=st.booleans(),
 )
-def test_a_range_excludes_what_lies_outside(values, low, size, other):
+def test_a_range_excludes_what_lies_outside(values, low, size, other, divides):
     within = all(low <= value < low + size or value == other for value in values)
+    within = within and not (divides and 0 in values)
     tensor = torch.tensor(values, dtype=torch.int64)
-    assert Range(low, low + size, other).excludes(tensor) is not within
+    assert Range(low, low + size, other, divides).excludes(tensor) is not within

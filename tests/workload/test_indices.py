@@ -11,6 +11,7 @@ from steadytorch.workload.index_ranges import Range
 from steadytorch.workload.indices import Indices, checked, find_indices
 
 ROWS, OFFSETS, TABLE = torch.randn(20, 4), torch.tensor([[0, 4, 8, 12]]), torch.arange(9)
+SCALE = torch.tensor(2.5)
 SHAPE = (2, 4)
 IDS = torch.tensor([[1, 2, 3, 4], [4, 3, 0, 1]])
 
@@ -27,6 +28,11 @@ def positions(ids):
     """Positions of tokens that are not padding."""
     kept = ids.ne(1).int()
     return (kept.cumsum(1).type_as(kept) * kept).long() + 1
+
+
+def added(ids):
+    torch._foreach_add_([ids], 2)
+    return ids
 
 
 def padded(ids):
@@ -50,10 +56,19 @@ MADE = {
     "padded": padded,
     "pairs": lambda ids: ids[:, :-1] * 4 + ids[:, 1:],
     "differences": lambda ids: ids.diff(dim=1).abs(),
+    "sorted": lambda ids: ids.sort(1).values,
+    "from the smallest": lambda ids: ids - ids.min(),
+    "counted": lambda ids: (ids > 4).sum(1) * 7,
+    "less wide": lambda ids: ids.to(torch.uint8).long(),
+    "added in place": lambda ids: added(ids.clone()),
+    "quotients": lambda ids: (40 // ids.add(9)).clamp(0, 19),
+    "scaled by a number": lambda ids: (ids * SCALE).long(),
     "made from random numbers": lambda ids: (torch.rand(SHAPE) * 20).long() + ids * 0,
     "largest": lambda ids: ids.argmax(1) + 15,
+    "order": lambda ids: ids.sort(1).indices + 15,
+    "read": lambda ids: ids + int(ids.max()),
 }
-UNKNOWN = ("made from random numbers", "largest")
+UNKNOWN = ("made from random numbers", "largest", "order", "read", "remainder", "clamped")
 
 
 def raises(call, ids):
@@ -73,14 +88,14 @@ def test_computed_indices_are_checked(name):
     assert bool(found) is (name not in UNKNOWN)
     wrong = 0
     for place in range(IDS.numel()):
-        for value in (-100, -7, -1, 0, 5, 8, 19, 20, 300):
+        for value in (-100, -9, -7, -1, 0, 5, 8, 19, 20, 300):
             ids = IDS.clone()
             ids.view(-1)[place] = value
             is_wrong = name not in UNKNOWN and raises(call, ids)
             wrong += is_wrong
             # An index that is given is checked whole, even if a part of it is used.
             assert found.out_of_range([None, ids]) is is_wrong or (found.given and not is_wrong)
-    assert wrong or name in (*UNKNOWN, "remainder", "clamped", "positions")
+    assert wrong or name in (*UNKNOWN, "positions", "counted")
 
 
 CHAINS = st.lists(
@@ -157,6 +172,70 @@ def test_a_model_that_writes_to_its_inputs_is_not_repeated():
     assert torch.equal(ids, before)
 
 
+def test_columns_are_told_apart():
+    def call(ids):
+        return ROWS[ids[:, 0]] + F.embedding(ids[:, 1], torch.cat([ROWS] * 3))
+
+    first = torch.tensor([[1, 2], [3, 4]])
+    found = find_indices(lambda: call(first), [first]).allowing([first])
+    for ids, is_wrong in (([[1, 50]], False), ([[50, 1]], True), ([[1, 60]], True)):
+        ids = torch.tensor(ids * 2)
+        assert raises(call, ids) is is_wrong
+        assert found.out_of_range([ids]) is is_wrong
+
+
+def test_inputs_may_have_gaps():
+    wide = torch.arange(12).view(2, 6)
+    ids = wide[:, :4].clone()
+    found = find_indices(lambda: F.embedding(ids.reshape(-1) + 1, ROWS), [ids])
+    assert not found.out_of_range([wide[:, :4]])
+    assert found.out_of_range([wide[:, :4] + 12])
+
+
+def test_a_bound_makes_a_check_needless():
+    found = find_indices(lambda: F.embedding((IDS + 7) % 20, ROWS), [IDS])
+    assert not found
+    assert find_indices(lambda: F.embedding((IDS + 7) % 21, ROWS), [IDS])
+
+
+def test_one_check_that_fails_leaves_the_others():
+    def call(ids):
+        return F.embedding(ids + 1, ROWS).sum() + (F.embedding(ids + 3, ROWS[:5]).sum())
+
+    first = torch.tensor([[0, 1]])
+    found = find_indices(lambda: call(first), [first])
+    kept = found.allowing([first + 4])  # as if the second result were masked
+    assert not kept.out_of_range([first + 4])
+    assert kept.out_of_range([first + 30])
+
+
+@torch.library.custom_op("steadytorch_tests::shifted", mutates_args=())
+def user_operator(ids: torch.Tensor) -> torch.Tensor:
+    return ids + int(torch.randint(3, ()))
+
+
+def test_operators_of_the_user_are_not_repeated():
+    def call():
+        return F.embedding(user_operator(IDS), ROWS)
+
+    before = torch.get_rng_state()
+    found = find_indices(call, [IDS])
+    torch.set_rng_state(before)
+    assert not found.out_of_range([IDS])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_operators_that_take_functions_run_as_before():
+    def call(ids):
+        tripled = torch.cond(ids.sum() > 3, lambda x: x * 3, lambda x: x * 2, (ids,))
+        return F.embedding(tripled, ROWS) + F.embedding(ids + 1, ROWS)
+
+    found = find_indices(lambda: call(IDS), [IDS])
+    assert found.out_of_range([IDS + 19])
+    torch.testing.assert_close(call(IDS), F.embedding(IDS * 3, ROWS) + F.embedding(IDS + 1, ROWS))
+
+
 def test_long_and_large_computations_are_not_repeated(monkeypatch):
     def call(ids):
         for _ in range(3):
@@ -167,8 +246,19 @@ def test_long_and_large_computations_are_not_repeated(monkeypatch):
     monkeypatch.setattr(indices, "MOST_STEPS", 2)
     assert not find_indices(lambda: call(IDS), [IDS])
     monkeypatch.undo()
-    monkeypatch.setattr(indices, "MOST_ELEMENTS", 7)
+    monkeypatch.setattr(indices, "MOST_ELEMENTS", 3 * 8 - 1)
     assert not find_indices(lambda: call(IDS), [IDS])
+    monkeypatch.undo()
+    monkeypatch.setattr(indices, "MOST_BYTES", 1)
+    assert not find_indices(lambda: call(IDS), [IDS])
+
+
+@pytest.mark.parametrize("integers", [False, True])
+def test_the_time_to_record_calls_without_integers_is_limited(monkeypatch, integers):
+    x = IDS if integers else IDS.float()
+    monkeypatch.setattr(indices, "SECONDS", -1.0)
+    found = find_indices(lambda: F.embedding(x.long() + 1, ROWS), [x])
+    assert bool(found) is integers
 
 
 def test_what_the_recorded_call_has_out_of_range_is_not_checked():

@@ -23,12 +23,11 @@ from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import BorrowedArguments
-from steadytorch.workload.indices import Indices, find_indices, may_be_index
+from steadytorch.workload.indices import Indices, find_indices
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import TrainingStep, Workload
 
 Call = Callable[..., Any]
-_INTEGERS = frozenset(("int", "int32", "int64", "long"))
 
 
 @dataclass(frozen=True)
@@ -155,14 +154,13 @@ def _indices(
         Exception: whatever the model raises for these inputs.
     """
     tensors = tensors_of((inputs, given))
-    converts = device.type == "cpu" and any(map(_names_integers, model.modules()))
-    if not converts and not any(map(may_be_index, tensors)):
+    if not any(tensor.is_cpu for tensor in tensors):
         return Indices({})
     args, kwargs = map_tensors(torch.Tensor.clone, (inputs, dict(given)))
     copied, draws = _apart(model) or model, Draws(device)
-    live = {id(copied.get_buffer(name)): buffer for name, buffer in model.named_buffers()}
     state = State([model], keep=True, most=MOST_OWN_BYTES)
     try:
+        live = _originals(model, copied)
         found = find_indices(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)), live)
         return found.allowing(tensors)
     except Exception:
@@ -174,10 +172,14 @@ def _indices(
             state.restore()
 
 
-def _names_integers(module: nn.Module) -> bool:
-    """Whether a module's code may convert floating-point inputs to indices, by the names in it."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and not _INTEGERS.isdisjoint(code.co_names)
+def _originals(model: nn.Module, copied: nn.Module) -> dict[int, torch.Tensor]:
+    """The model's buffers and plain tensors by the `id` of their copies."""
+    return {
+        id(value): getattr(own, name)
+        for own, other in zip(model.modules(), copied.modules(), strict=True)
+        for name, value in [*other.named_buffers(recurse=False), *vars(other).items()]
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _with_own_buffers(workload: Workload, modules: list[nn.Module]) -> Workload:

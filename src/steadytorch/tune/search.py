@@ -245,12 +245,13 @@ class Search:
         """
         if self._has_timed_compiled() or not self._workload.is_training:
             return []
+        seeds = set(filter(compiles, source.seeds()))
         at_fault = [
             trial.candidate
             for trial in self._pool.trials
             if trial.status in ("rejected", "failed")
             and trial.fault is not Fault.DEADLINE
-            and compiles(trial.candidate)
+            and trial.candidate in seeds
         ]
         smaller = (c for each in at_fault for c in source.neighbours(each) if len(c) < len(each))
         return [candidate for candidate in smaller if compiles(candidate)]

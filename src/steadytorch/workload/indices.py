@@ -9,8 +9,11 @@ Of its operators, those that lead from inputs to indices are repeated before lat
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,31 +26,48 @@ from steadytorch.workload.index_ranges import Range, uses
 MOST_STEPS = 64
 """Maximum number of operators that are repeated. Where more are needed, no computed index is
 known."""
-MOST_ELEMENTS = 1 << 18
-"""Maximum size of the result of a repeated operator; converting so many numbers takes 50 us."""
+MOST_ELEMENTS = 1 << 20
+"""Maximum number of elements that the repeated operators return, views apart; converting so many
+numbers takes 0.5 ms."""
+MOST_CONSTANTS = 1 << 12
+"""Maximum size of a floating-point tensor of the model that they read, such as a scale."""
+MOST_BYTES = 1 << 26
+"""Maximum size of all results that are kept while a call is recorded."""
+
+SECONDS = 0.05
+"""How long a call without integers among its inputs is recorded: models convert inputs first, and
+their large layers come later. A ResNet-50 at batch 64 takes 5 s on two cores."""
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_COPIES = (
+_WHOLE = (
+    aten.alias.default,
     aten.clone.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.flip.default,
+    aten.permute.default,
+    aten.roll.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._reshape_copy.default,
     aten._to_copy.default,
     aten._unsafe_view.default,
-    aten._reshape_copy.default,
-    aten.constant_pad_nd.default,  # labels of language models, shifted
-    aten.roll.default,
-    aten.flip.default,
 )
-_PLACES = (
-    aten.argmax,
-    aten.argmin,
-    aten.argsort,
-    aten.sort,
-    aten.topk,
-    aten.max,
-    aten.min,
-    aten.kthvalue,
-    aten.median,
-)
+"""Operators that return all elements of a tensor, in another order or shape."""
+_REPEATED_AS = {
+    aten.view.default: aten.reshape.default,  # later inputs may have gaps
+    aten._unsafe_view.default: aten.reshape.default,
+}
+_PLACES = (aten.argmax, aten.argmin, aten.argsort)
+"""Operators that return places, which are in range."""
+_ALSO_PLACES = (aten.kthvalue, aten.max, aten.median, aten.min, aten.mode, aten.sort, aten.topk)
+"""Operators that return places after values."""
 _UNREPEATABLE = (
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
@@ -107,26 +127,36 @@ class Indices:
         return bool(self._program) and self._repeated(tensors)
 
     def allowing(self, tensors: Sequence[Any]) -> Indices:
-        """Those that are in range in a call on these tensors, which is known to succeed."""
+        """These without the checks that a call on these tensors fails, although it succeeds.
+
+        A call may use a part of an index only.
+        """
         given = {
             n: allowed for n, allowed in self.given.items() if not allowed.excludes(tensors[n])
         }
-        computed = () if self._program and self._repeated(tensors) else self._program
-        return Indices(given, computed, self._constants)
+        failed: list[_Check] = []
+        if self._program and self._repeated(tensors, failed):
+            return Indices(given)  # a step raised
+        kept = [part for part in self._program if part not in failed]
+        is_needed = any(isinstance(part, _Check) for part in kept)
+        return Indices(given, kept if is_needed else (), self._constants)
 
     @torch.no_grad()
-    def _repeated(self, tensors: Sequence[Any]) -> bool:
+    def _repeated(self, tensors: Sequence[Any], failed: list[_Check] | None = None) -> bool:
+        """Whether a check fails or a step raises; failing checks go to `failed`, if given."""
         slots = dict(enumerate(tensors)) | self._constants
         for part in self._program:
             if isinstance(part, _Check):
                 if part.allowed.excludes(slots[part.slot]):
-                    return True
+                    if failed is None:
+                        return True
+                    failed.append(part)
                 continue
             try:
                 found = part.operator(*_filled(part.args, slots), **_filled(part.kwargs, slots))
+                slots.update(zip(part.results, _tensors(found), strict=True))
             except Exception:  # as the call would, for an index of indices
                 return True
-            slots.update(zip(part.results, _tensors(found), strict=True))
         return False
 
 
@@ -153,31 +183,55 @@ def find_indices(
 ) -> Indices:
     """Runs a call and returns which inputs it uses as indices or divisors, and which it computes.
 
-    Of computed ones, those are known that few operators make from inputs and from integers that
-    the model holds. Places that an operator such as `argmax` finds are taken to be in range.
+    A computed index is known if at most `MOST_STEPS` operators make it from inputs, integer tensors
+    and small tensors of the model. None is known after the call has read a number from a tensor
+    that depends on inputs, or after `SECONDS` if no input is an integer tensor. Branches are taken
+    as in this call. Places that an operator such as `argmax` returns are taken to be in range.
 
     Args:
         call: runs PyTorch operators on the tensors; they may be fake tensors.
         tensors: the inputs of the call; those that are not on the CPU are ignored.
         live: if the call reads copies, the originals by the `id` of their copies.
     """
-    recorder = _Recorder(tensors)
-    with recorder, torch.no_grad():
-        call()
+    seconds = math.inf if any(map(may_be_index, tensors)) else SECONDS
+    recorder = _Recorder(tensors, time.monotonic() + seconds)
+    try:
+        with recorder, torch.no_grad(), suppress(_EnoughError):
+            call()
+    except NotImplementedError:  # PyTorch has no rule for a higher-order operator under a mode
+        recorder.met_higher_order = True
+        raise
+    finally:
+        if recorder.met_higher_order:
+            # Eager ones compile. Under a mode, Dynamo has marked their code as not to be compiled.
+            torch._dynamo.reset()
     return Indices(recorder.given, *recorder.tape.program(live or {}))
 
 
+class _EnoughError(BaseException):  # models may catch other exceptions
+    """Ends a call that has been recorded for long enough."""
+
+
 class _Recorder(TorchDispatchMode):
-    """Follows inputs through views, copies and conversions, and leaves other operators to a tape.
+    """Follows inputs through `_WHOLE` operators, and leaves others to a tape.
+
+    Args:
+        tensors: the inputs of the call.
+        until_s: when the recording ends, on Python's monotonic clock.
 
     Attributes:
         given: ranges of inputs by place.
         tape: computed indices.
+        met_higher_order: whether the call ran an operator that takes functions.
     """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    supports_higher_order_operators = True  # such as `torch.cond`, whose results are not known
+
+    def __init__(self, tensors: Sequence[Any], until_s: float) -> None:
         super().__init__()
+        self._until_s = until_s
         self.given: dict[int, Range] = {}
+        self.met_higher_order = False
         self.tape = _Tape(tensors)
         # Keeps the tensors alive, so that no id is used twice.
         self._places: dict[int, tuple[Tensor, int]] = {
@@ -190,6 +244,13 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if time.monotonic() > self._until_s:
+            raise _EnoughError
+        if not isinstance(func, torch._ops.OpOverload):
+            self.met_higher_order = True
+            found = func(*args, **kwargs)
+            self.tape.lose(_tensors(found))
+            return found
         found = func(*args, **kwargs)
         for index, allowed in uses(func, args, found):
             if id(index) in self._places:
@@ -197,34 +258,44 @@ class _Recorder(TorchDispatchMode):
                 self.given[place] = allowed.within(self.given.get(place, allowed))
             else:
                 self.tape.check(index, allowed)
-        if args and id(args[0]) in self._places and (func.is_view or func in _COPIES):
+        if func in _WHOLE and id(args[0]) in self._places:
             place = self._places[id(args[0])][1]
-            for each in _tensors(found):
-                if each.dtype in _INTEGERS:
-                    self._places[id(each)] = each, place
+            if found.dtype in (args[0].dtype, torch.int64):  # others do not hold all values
+                self._places[id(found)] = found, place
         written = _written(func, args, kwargs)
         if written:
             memory = set(map(_memory, filter(_is_plain, written)))
             self._places = {
                 key: kept for key, kept in self._places.items() if _memory(kept[0]) not in memory
             }
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            self.tape.read(args[0])
         self.tape.note(_Step(func, args, kwargs, ()), _tensors(found), written)
         return found
 
 
 class _Part(NamedTuple):
-    """A step or check on the tape, with the slots that it reads and the memory of all tensors."""
+    """A step or check on the tape.
+
+    Attributes:
+        what: the step or check.
+        reads: the slots that it reads.
+        memory: the memory of all its tensors.
+        written: the memory that it writes to.
+        size: how many elements it returns.
+    """
 
     what: _Step | _Check
     reads: frozenset[int]
     memory: frozenset[int]
     written: frozenset[int] = frozenset()
+    size: int = 0
 
 
 class _Tape:
     """The operators whose results depend on inputs and constants alone, and checks of results.
 
-    Tensors that share memory are told apart by their slots, but a write to one is one to all.
+    Each view has a slot of its own; a write to one changes all views of that memory.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -238,14 +309,19 @@ class _Tape:
         self._inputs = frozenset(_memory(tensor) for tensor, _ in self._slots.values())
         self._varying = set(self._inputs)  # memory that depends on inputs
         self._fresh = set[int]()  # memory that steps allocate
-        self._unknown: dict[int, Tensor] = {}  # memory that holds what cannot be repeated
+        self._unknown: dict[int, Tensor] = {}  # memory whose contents cannot be repeated
+        self._bounds: dict[tuple[int, int], Range] = {}  # of slots, after so many writes
+        self._bytes, self._ended = 0, False
 
     def check(self, index: Any, allowed: Range) -> None:
         """Notes that the call uses a tensor as an index or divisor."""
-        if not may_be_index(index) or id(index) not in self._slots:
+        if self._ended or not may_be_index(index) or id(index) not in self._slots:
             return
         slot, memory = self._slots[id(index)][1], _memory(index)
         key = _Check(slot, allowed), self._writes[memory]
+        bounds = self._bounds.get((slot, self._writes[memory]))
+        if bounds is not None and allowed.contains(bounds):
+            return
         if memory in self._varying and memory not in self._unknown and key not in self._checked:
             self._checked.add(key)
             self._parts.append(_Part(key[0], frozenset((slot,)), frozenset((memory,))))
@@ -261,9 +337,10 @@ class _Tape:
         given = _tensors((step.args, step.kwargs))
         memory = frozenset(map(_memory, filter(_is_plain, [*given, *made])))
         changed = frozenset(map(_memory, filter(_is_plain, written)))
+        if self._ended:
+            return
         if not self._repeats(step.operator, given, made, changed):
-            kept = (t for t in made if not t.is_floating_point() and t.numel() <= MOST_ELEMENTS)
-            self._unknown |= {_memory(t): t for t in (*kept, *written) if _is_plain(t)}
+            self.lose([*filter(_may_be_constant, made), *written])
             return
         reads = frozenset(map(self._slot, given))
         args, kwargs = self._described(step.args), self._described(step.kwargs)
@@ -273,8 +350,23 @@ class _Tape:
         self._writes.update(changed)
         if not memory.isdisjoint(self._varying):
             self._varying |= changed | returned
-        what = _Step(step.operator, args, kwargs, results)
-        self._parts.append(_Part(what, reads, memory, changed))
+        operator = _REPEATED_AS.get(step.operator, step.operator)
+        size = 0 if step.operator.is_view else sum(tensor.numel() for tensor in made)
+        self._bytes += 0 if step.operator.is_view else sum(tensor.nbytes for tensor in made)
+        what = _Step(operator, args, kwargs, results)
+        self._parts.append(_Part(what, reads, memory, changed, size))
+        if step.operator.overloadpacket in _ALSO_PLACES and len(made) == 2:
+            self._unknown[_memory(made[1])] = made[1]
+        elif (bounds := _bounds(step)) is not None:
+            self._bounds[results[0], self._writes[_memory(made[0])]] = bounds
+
+    def read(self, tensor: Tensor) -> None:
+        """Notes that the call read a number from a tensor, with which it may compute indices."""
+        self._ended = self._ended or (_is_plain(tensor) and _memory(tensor) in self._varying)
+
+    def lose(self, tensors: Sequence[Tensor]) -> None:
+        """Notes that the contents of tensors cannot be repeated."""
+        self._unknown |= {_memory(tensor): tensor for tensor in tensors if _is_plain(tensor)}
 
     def _repeats(
         self,
@@ -283,7 +375,9 @@ class _Tape:
         made: Sequence[Tensor],
         changed: frozenset[int],
     ) -> bool:
-        if operator.overloadpacket in _PLACES or not made:
+        if operator.namespace not in ("aten", "prims") or operator.overloadpacket in _PLACES:
+            return False  # an operator of the user's may do more than return
+        if not (made or changed) or self._bytes > MOST_BYTES:
             return False
         if any(tag in operator.tags for tag in _UNREPEATABLE):
             return False
@@ -298,8 +392,7 @@ class _Tape:
         if id(tensor) in self._slots:
             return True
         # A constant, or held by the model.
-        is_small = not tensor.is_floating_point() and tensor.numel() <= MOST_ELEMENTS
-        return is_small and not isinstance(tensor, FakeTensor)
+        return _may_be_constant(tensor) and not isinstance(tensor, FakeTensor)
 
     def _slot(self, tensor: Tensor) -> int:
         if id(tensor) not in self._slots:
@@ -326,7 +419,8 @@ class _Tape:
                 slots |= part.reads
                 memory |= part.memory
         program = [part.what for part in reversed(parts)]
-        if sum(isinstance(what, _Step) for what in program) > MOST_STEPS:
+        steps = sum(isinstance(what, _Step) for what in program)
+        if steps > MOST_STEPS or sum(part.size for part in parts) > MOST_ELEMENTS:
             return [], {}
         held = {slot: live.get(key, tensor) for key, (tensor, slot) in self._slots.items()}
         constants, known = dict[int, Tensor](), set(range(self._given))
@@ -334,6 +428,21 @@ class _Tape:
             constants |= {slot: held[slot] for slot in part.reads - known}
             known |= part.reads.union(part.what.results if isinstance(part.what, _Step) else ())
         return program, constants
+
+
+def _may_be_constant(tensor: Tensor) -> bool:
+    return tensor.numel() <= (MOST_CONSTANTS if tensor.is_floating_point() else MOST_ELEMENTS)
+
+
+def _bounds(step: _Step) -> Range | None:
+    """The range of the result, if the operator limits it."""
+    if step.operator is aten.remainder.Scalar and isinstance(step.args[1], int):
+        return Range(0, step.args[1]) if step.args[1] > 0 else None
+    if step.operator is aten.clamp.default and not step.kwargs and len(step.args) == 3:
+        low, high = step.args[1:]
+        if isinstance(low, int) and isinstance(high, int):
+            return Range(low, high + 1)
+    return None
 
 
 def _is_plain(value: Any) -> bool:
