@@ -137,7 +137,7 @@ def test_variants_are_offered_for_the_device_at_hand(cpu, gpu):
     assert offered == {f"compile({mode}, freezing)" for mode in modes}
 
 
-def test_importing_the_registry_leaves_the_compiler_unloaded():
+def test_the_registry_and_recorded_indices_leave_the_compiler_unloaded():
     import subprocess
     import sys
 
@@ -146,6 +146,9 @@ def test_importing_the_registry_leaves_the_compiler_unloaded():
         "names = ('torch._inductor', 'torch._dynamo', 'triton')\n"
         "print([m for m in names if m in sys.modules])\n"
         "import steadytorch.transforms\n"
+        "from steadytorch.workload.indices import find_indices\n"
+        "x, rows = torch.tensor([1]), torch.ones(3, 2)\n"
+        "assert find_indices(lambda: torch.nn.functional.embedding(x + 1, rows), [x])\n"
         "print([m for m in names if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

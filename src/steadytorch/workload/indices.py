@@ -10,6 +10,7 @@ Of its operators, those that lead from inputs to indices are repeated before lat
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,7 +195,9 @@ def find_indices(
         live: if the call reads copies, the originals by the `id` of their copies.
     """
     seconds = math.inf if any(map(may_be_index, tensors)) else SECONDS
-    recorder = _Recorder(tensors, time.monotonic() + seconds)
+    is_there = "torch._dynamo" in sys.modules
+    kind = _RecorderBesideDynamo if is_there else _Recorder
+    recorder = kind(tensors, time.monotonic() + seconds)
     try:
         with recorder, torch.no_grad(), suppress(_EnoughError):
             call()
@@ -202,7 +205,8 @@ def find_indices(
         recorder.met_higher_order = True
         raise
     finally:
-        if recorder.met_higher_order:
+        came = "torch._dynamo" in sys.modules and not is_there
+        if came or recorder.met_higher_order:
             # Eager ones compile. Under a mode, Dynamo has marked their code as not to be compiled.
             torch._dynamo.reset()
     return Indices(recorder.given, *recorder.tape.program(live or {}))
@@ -226,6 +230,10 @@ class _Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # such as `torch.cond`, whose results are not known
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import Dynamo to keep it out, which takes 1.5 s
 
     def __init__(self, tensors: Sequence[Any], until_s: float) -> None:
         super().__init__()
@@ -272,6 +280,19 @@ class _Recorder(TorchDispatchMode):
             self.tape.read(args[0])
         self.tape.note(_Step(func, args, kwargs, ()), _tensors(found), written)
         return found
+
+
+class _RecorderBesideDynamo(_Recorder):
+    """A recorder that Dynamo does not compile."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Part(NamedTuple):
