@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from steadytorch.backends import onnxruntime, openvino
 from steadytorch.backends.exported import export
@@ -81,6 +82,23 @@ def test_integers_unused_inputs_and_several_results(name):
     torch.testing.assert_close(found[0], hidden.detach())
     assert torch.equal(found[1].long(), best)
     assert torch.equal(found[2].bool(), large)
+
+
+class Rounds(nn.Module):
+    """Operators whose results depend on the sign and size of their inputs."""
+
+    def forward(self, ids, x):
+        down = torch.div(ids, 4, rounding_mode="floor"), ids // 3, ids % 3
+        return *down, torch.div(ids, 3, rounding_mode="trunc"), x.std(), F.logsigmoid(x), x // 2.0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_inputs_unlike_those_of_conversion_are_computed_alike(name):
+    model, ids, x = Rounds().eval(), torch.arange(1, 9), torch.rand(8)
+    run = RUNS[name](Workload(model, (ids, x)))
+    for given in ((ids, x), (-ids, -x), (ids - 4, x * 300 - 200)):
+        for found, expected in zip(run(list(given)), model(*given), strict=True):
+            torch.testing.assert_close(found.to(expected.dtype), expected)
 
 
 @BOTH

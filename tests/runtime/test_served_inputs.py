@@ -14,6 +14,7 @@ from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.served_inputs import (
     NOT_FINITE,
     OUT_OF_RANGE,
+    WIDE,
     Guarded,
     NotServedError,
     are_finite,
@@ -228,6 +229,29 @@ def test_an_index_that_the_model_computes_raises_as_in_the_model(name):
     assert_same(tuned, model, x)
     calls = tuned.report().calls
     assert calls[f"untouched: {OUT_OF_RANGE}"] == 4
+
+
+class Times(nn.Module):
+    """Computes with times in milliseconds, which exceed 32 bits."""
+
+    def forward(self, times):
+        return (times - times.min()) % 1000 + 1
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+@pytest.mark.parametrize("name", WAYS)
+def test_large_integers_are_those_of_the_model(name):
+    """OpenVINO computes in 32 bits."""
+    model, times = Times().eval(), torch.arange(64) * 37
+    tuned = tuned_by(model, name)
+    for _ in range(2):
+        answer(tuned, times)
+    for later in (times + 1_700_000_000_000, times - (1 << 40)):
+        assert torch.equal(answer(tuned, later), model(later))
+    assert answer(tuned, times) is not None
+    calls = tuned.report().calls
+    narrow = "openvino" in name
+    assert calls == ({"tuned": 3, f"untouched: {WIDE}": 2} if narrow else {"tuned": 5})
 
 
 class Held(nn.Module):

@@ -27,6 +27,17 @@ MODEL, WEIGHTS = "model.xml", "model.bin"
 
 _TELEMETRY = "openvino_telemetry"
 _FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
+_WRONG = (
+    torch.ops.aten.log_sigmoid_forward.default,  # -inf below -88
+    torch.ops.aten.std.correction,  # without dimensions, ignores the correction
+)
+"""Operators that OpenVINO 2026.4 converts wrongly; PyTorch's decompositions replace them."""
+_FLOOR_DIVISIONS = (
+    torch.ops.aten.floor_divide.default,
+    torch.ops.aten.floor_divide.Scalar,
+    torch.ops.aten.div.Tensor_mode,
+    torch.ops.aten.div.Scalar_mode,
+)
 _PRODUCTS = frozenset({"Convolution", "FullyConnected", "MatMul"})
 
 
@@ -53,8 +64,9 @@ def convert(exported: Exported) -> dict[str, bytes]:
 
     table = default_decompositions()
     for operator in ops_to_not_decompose():
-        if operator in table:
+        if operator in table and operator not in _WRONG:
             table.pop(operator)
+    table.update(dict.fromkeys(_FLOOR_DIVISIONS, _floor_divided))
     with torch.no_grad():
         program = exported.program.run_decompositions(table)
     signature = program.graph_signature
@@ -66,6 +78,18 @@ def convert(exported: Exported) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         openvino.save_model(model, Path(folder) / MODEL, compress_to_fp16=False)
         return {name: (Path(folder) / name).read_bytes() for name in (MODEL, WEIGHTS)}
+
+
+def _floor_divided(number: Any, by: Any, rounding_mode: str | None = "floor") -> Any:
+    """A quotient of integers rounded down; OpenVINO 2026.4 rounds it to zero: -1 // 3 gave 0.
+
+    Returns:
+        The quotient; NotImplemented for others, which stay as they are.
+    """
+    if rounding_mode != "floor" or torch.result_type(number, by).is_floating_point:
+        return NotImplemented
+    whole = number - torch.remainder(number, by)
+    return torch.div(whole, by, rounding_mode="trunc")
 
 
 def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pinned: bool) -> Run:

@@ -18,7 +18,7 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
-from steadytorch.runtime.served_inputs import Guarded, are_finite, are_in_range
+from steadytorch.runtime.served_inputs import Guarded, are_finite, are_in_range, are_narrow
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
@@ -140,6 +140,7 @@ def _apply(
     tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
     if any(part.compiles or part.engine for part in parts):
         tests += are_in_range(_indices(modules[0], inputs, kwargs, workload.device))
+    tests += are_narrow(inputs, kwargs) if any(part.narrows_integers for part in parts) else []
     if tests:
         call = Guarded(call, inputs, kwargs, tests)
     return Executor(call, is_live, modules, static, stack.close)

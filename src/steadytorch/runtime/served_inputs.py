@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from steadytorch.workload.index_ranges import Range
 from steadytorch.workload.indices import Indices
 from steadytorch.workload.signature import tensors_of
 
 NOT_FINITE = "an input has NaN or infinities"
+WIDE = "an integer input does not fit into 32 bits"
 OUT_OF_RANGE = "an index or a divisor in the inputs is out of range"
+
+
+_IN_32_BITS = Range(-(1 << 31), 1 << 31)
 
 
 class NotServedError(Exception):
@@ -80,6 +85,15 @@ def are_finite(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
         Test(partial(_fails_at, place, _test(tensor)), NOT_FINITE)
         for place, tensor in enumerate(tensors_of((args, dict(kwargs))))
         if tensor.is_floating_point() and tensor.is_cpu
+    ]
+
+
+def are_narrow(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
+    """Tests of int64 inputs on the CPU for integers that do not fit into 32 bits; 3 us each."""
+    return [
+        Test(partial(_fails_at, place, _IN_32_BITS.excludes), WIDE)
+        for place, tensor in enumerate(tensors_of((args, dict(kwargs))))
+        if tensor.dtype == torch.int64 and tensor.is_cpu
     ]
 
 

@@ -117,6 +117,11 @@ class Transform(ABC):
         return False
 
     @property
+    def narrows_integers(self) -> bool:
+        """Whether it computes int64 in 32 bits. Plans with it serve inputs that fit into these."""
+        return False
+
+    @property
     def untuned(self) -> Any:
         """The parameters of the variant whose kernels this one only configures anew; or its own."""
         return self.parameters

@@ -221,7 +221,7 @@ class _Recorder(TorchDispatchMode):
 
     Args:
         tensors: the inputs of the call.
-        until_s: when the recording ends, on Python's monotonic clock.
+        until_s: when the recording ends, in seconds of Python's monotonic clock.
 
     Attributes:
         given: ranges of inputs by place.
@@ -355,11 +355,11 @@ class _Tape:
             made: tensors that it returned.
             written: tensors that it wrote to.
         """
+        if self._ended:
+            return
         given = _tensors((step.args, step.kwargs))
         memory = frozenset(map(_memory, filter(_is_plain, [*given, *made])))
         changed = frozenset(map(_memory, filter(_is_plain, written)))
-        if self._ended:
-            return
         if not self._repeats(step.operator, given, made, changed):
             self.lose([*filter(_may_be_constant, made), *written])
             return
