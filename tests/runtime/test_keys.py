@@ -216,6 +216,7 @@ def test_not_a_number_is_one_value_and_the_zeros_are_two(key):
     assert keyed(1e16) != keyed(10**16)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_compiled_keys_are_of_tensors_and_plain_values(compiled_host):
     deep = X
     for _ in range(30):

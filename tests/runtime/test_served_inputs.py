@@ -18,8 +18,11 @@ from steadytorch.runtime.served_inputs import (
     Guarded,
     NotServedError,
     are_finite,
+    are_narrow,
 )
 from steadytorch.runtime.trained import TrainedModule
+from steadytorch.workload.index_ranges import Range
+from steadytorch.workload.indices import Indices
 
 from .conftest import FROZEN, always, answer
 
@@ -252,6 +255,13 @@ def test_large_integers_are_those_of_the_model(name):
     calls = tuned.report().calls
     narrow = "openvino" in name
     assert calls == ({"tuned": 3, f"untouched: {WIDE}": 2} if narrow else {"tuned": 5})
+
+
+def test_an_input_is_tested_once_for_what_it_must_be():
+    given = ids(), torch.arange(3), torch.ones(3)
+    found = are_narrow(given, {}, Indices({0: Range(0, 9, -100)}))
+    assert [test.fails([None, torch.tensor([1 << 31]), None]) for test in found] == [True]
+    assert len(are_narrow(given, {}, Indices({0: Range(0, 1 << 40)}))) == 2
 
 
 class Held(nn.Module):

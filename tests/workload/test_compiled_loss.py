@@ -260,3 +260,14 @@ def test_inductor_builds_it_with_the_same_random_numbers():
     assert other.called.fallback is None
     torch.testing.assert_close(other.values, one.values)
     assert one.random == other.random
+
+
+def test_a_loss_may_branch_by_an_operator_that_takes_functions(uncompiled):
+    def loss(output, targets):
+        own = F.cross_entropy
+        return torch.cond(targets.sum() > 9, own, lambda o, t: 2 * own(o, t), (output, targets))
+
+    compiled, output = CompiledLoss(loss), torch.randn(4, 10, requires_grad=True)
+    for targets in (torch.tensor([1, 2, 3, 0]), torch.tensor([9, 2, 3, 0])):
+        assert compiled(output, targets) == loss(output, targets)
+    assert compiled.fallback is None

@@ -18,7 +18,7 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
-from steadytorch.runtime.served_inputs import Guarded, are_finite, are_in_range, are_narrow
+from steadytorch.runtime.served_inputs import Guarded, Test, are_finite, are_in_range, are_narrow
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
@@ -112,8 +112,7 @@ def _not_for_transforms(given: Any) -> Any:
 def _apply(
     parts: list[Transform], workload: Workload, stack: ExitStack, alias_outputs: bool
 ) -> Executor:
-    modules, is_live = [workload.model], True
-    inputs, kwargs = workload.inputs, workload.kwargs
+    given, modules, is_live = workload, [workload.model], True
     flags = stack.enter_context(ExitStack())
     for part in parts:
         if part.compiles and not workload.is_training:
@@ -137,13 +136,22 @@ def _apply(
     static = getattr(call, "static_inputs", None)
     # `exact` skips the check of the signature, which the look-up of the entry has done.
     call = getattr(call, "aliasing" if alias_outputs else "exact", call)
-    tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
-    if any(part.compiles or part.engine for part in parts):
-        tests += are_in_range(_indices(modules[0], inputs, kwargs, workload.device))
-    tests += are_narrow(inputs, kwargs) if any(part.narrows_integers for part in parts) else []
-    if tests:
-        call = Guarded(call, inputs, kwargs, tests)
+    if tests := _tests(parts, given):
+        call = Guarded(call, given.inputs, given.kwargs, tests)
     return Executor(call, is_live, modules, static, stack.close)
+
+
+def _tests(parts: list[Transform], workload: Workload) -> list[Test]:
+    """The tests that inputs of a workload must pass to be served by these transforms."""
+    inputs, kwargs = workload.inputs, workload.kwargs
+    tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
+    indices = Indices({})
+    if any(part.compiles or part.engine for part in parts):
+        indices = _indices(workload.model, inputs, kwargs, workload.device)
+    tests += are_in_range(indices)
+    if any(part.narrows_integers for part in parts):
+        tests += are_narrow(inputs, kwargs, indices)
+    return tests
 
 
 def _indices(

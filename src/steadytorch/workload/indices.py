@@ -206,7 +206,8 @@ def find_indices(
         raise
     finally:
         came = "torch._dynamo" in sys.modules and not is_there
-        if came or recorder.met_higher_order:
+        is_traced = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if (came or recorder.met_higher_order) and not is_traced:
             # Eager ones compile. Under a mode, Dynamo has marked their code as not to be compiled.
             torch._dynamo.reset()
     return Indices(recorder.given, *recorder.tape.program(live or {}))
