@@ -87,7 +87,7 @@ def test_a_compiled_loss_that_is_wrong_is_rejected(wrong, reason):
     case = referred()
     step = dataclasses.replace(
         case.workload.training_step,
-        compiled_loss=lambda loss: lambda output: wrong(output, loss),
+        compiled_loss=lambda loss: lambda output, dtype=None: wrong(output, loss),
     )
     case.workload = dataclasses.replace(case.workload, training_step=step)
     found = verdict(case, case.workload.model)
@@ -103,7 +103,8 @@ def test_outputs_may_be_padded_for_a_compiled_loss_alone():
         return F.pad(own(x), (0, 4))[:, :4]
 
     assert verdict(case, padded).startswith("an output is a tensor with strides (8, 1)")
-    step = dataclasses.replace(case.workload.training_step, compiled_loss=lambda loss: loss)
+    compiled = lambda loss: lambda output, dtype=None: loss(output)  # noqa: E731
+    step = dataclasses.replace(case.workload.training_step, compiled_loss=compiled)
     case.workload = dataclasses.replace(case.workload, training_step=step)
     assert verdict(case, padded) is None
 

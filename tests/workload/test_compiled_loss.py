@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from steadytorch.transforms.autocast import AutocastModel
 from steadytorch.workload.compiled_loss import CompiledLoss
+from steadytorch.workload.narrow_output import narrow_output
+from steadytorch.workload.step import EagerStep
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method`", "ignore:The .grad attribute"
@@ -271,3 +274,68 @@ def test_a_loss_may_branch_by_an_operator_that_takes_functions(uncompiled):
     for targets in (torch.tensor([1, 2, 3, 0]), torch.tensor([9, 2, 3, 0])):
         assert compiled(output, targets) == loss(output, targets)
     assert compiled.fallback is None
+
+
+class Watched(CompiledLoss):
+    """Notes the dtypes of the outputs that it is given."""
+
+    def __call__(self, output, *targets, dtype=None):
+        held = output["logits"] if isinstance(output, dict) else output
+        self.seen = [*getattr(self, "seen", []), held.dtype]
+        return super().__call__(output, *targets, dtype=dtype)
+
+
+def wide_loss(output, targets):
+    logits = output["logits"] if isinstance(output, dict) else output
+    assert logits.dtype == torch.float32
+    return F.cross_entropy(logits, targets)
+
+
+def printing_loss(output, targets):
+    print(end="")
+    return wide_loss(output, targets)
+
+
+def train_under_autocast(loss, compiled, keys=False):
+    """Losses and weights of three steps in bf16 autocast; with `keys` the model returns a dict."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 10)
+    model = AutocastModel(
+        (lambda x: {"logits": layer(x)}) if keys else layer, "cpu", torch.bfloat16, torch.float32
+    )
+    step = EagerStep(
+        model, loss, torch.optim.SGD(layer.parameters(), lr=0.1), compiled_loss=compiled
+    )
+    x = torch.randn(4, 8)
+    losses = [step((x,), {}, (torch.arange(4),)) for _ in range(3)]
+    return [*losses, *map(torch.Tensor.detach, layer.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "expected"),
+    [
+        (wide_loss, False, torch.bfloat16),
+        (printing_loss, False, torch.bfloat16),  # is not compiled, and converted all the same
+        (wide_loss, True, torch.float32),
+    ],
+    ids=["tensor", "fallback", "dict"],
+)
+def test_an_output_in_16_bits_is_converted_by_the_compiled_loss(uncompiled, loss, keys, expected):
+    compiled = Watched(loss)
+    found = train_under_autocast(loss, compiled, keys)
+    right = train_under_autocast(loss, None, keys)
+    assert compiled.seen == [expected] * 3
+    assert (compiled.fallback is None) is (loss is wide_loss)
+    assert all(map(torch.equal, found, right))
+
+
+def test_outputs_are_converted_where_no_loss_asks(uncompiled):
+    model = AutocastModel(nn.Linear(8, 10), "cpu", torch.bfloat16, torch.float32)
+    x = torch.randn(4, 8)
+    assert model(x).dtype == torch.float32
+    with narrow_output() as narrow:
+        assert model(x).dtype == torch.bfloat16
+        with narrow_output(allowed=False):
+            assert model(x).dtype == torch.float32
+    assert narrow.dtype == torch.float32
+    assert model(x).dtype == torch.float32

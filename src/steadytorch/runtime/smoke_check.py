@@ -21,6 +21,7 @@ from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.faults import is_callers
 from steadytorch.runtime.lending import lending
 from steadytorch.runtime.state import Draws, State
+from steadytorch.workload.narrow_output import narrow_output
 from steadytorch.workload.signature import map_tensors, tensors_of
 
 RESEMBLES = 0.5
@@ -103,7 +104,7 @@ class TrainingSmokeCheck:
     ) -> _Passes:
         # The innermost hooks win. The caller's, such as those of activation checkpointing, are made
         # for one pass only.
-        with saved_tensors_hooks(_identity, _identity):
+        with saved_tensors_hooks(_identity, _identity), narrow_output(allowed=False):
             return self._unhooked_passes(call, args, kwargs)
 
     def _unhooked_passes(

@@ -20,6 +20,8 @@ from steadytorch.verification.verify import (
     output_error,
     values_of,
 )
+from steadytorch.workload.compiled_loss import CompiledLoss
+from steadytorch.workload.narrow_output import narrow_output
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.start import Start, buffers_of, optimizer_of, parameters_of
 from steadytorch.workload.workload import Workload
@@ -93,12 +95,18 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
     before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
     for parameter in parameters.values():
         parameter.grad = None
-    returned = call(model, arguments)
-    outputs = copied(returned)
+    loss_of = workload.training_step.called_loss
+    with narrow_output(isinstance(loss_of, CompiledLoss)) as narrow:
+        returned = call(model, arguments)
     result = returned.result
-    if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
-        result = map_tensors(_widened, result)
-    loss = workload.training_step.called_loss(result)
+    if isinstance(loss_of, CompiledLoss) and narrow.dtype is not None:
+        outputs = copied(returned._replace(result=result.to(narrow.dtype)))
+        loss = loss_of(result, dtype=narrow.dtype)
+    else:
+        outputs = copied(returned)
+        if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
+            result = map_tensors(_widened, result)
+        loss = loss_of(result)
     if backward:
         loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}

@@ -21,6 +21,7 @@ from steadytorch.transforms.traits import (
     refuse_if,
 )
 from steadytorch.workload.containers import BorrowedArguments, holds_containers
+from steadytorch.workload.narrow_output import left_narrow
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -101,9 +102,15 @@ class AutocastModel(Scoped):
         self.outer = outer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model under autocast, then convert the outputs outside of autocast."""
+        """Run the model under autocast, then convert the outputs outside of autocast.
+
+        An output that only a compiled loss takes is left to it, see `narrow_output`.
+        """
         if not holds_containers((*args, *kwargs.values())):
-            return map_tensors(self._out, super().__call__(*args, **kwargs))
+            output = super().__call__(*args, **kwargs)
+            if left_narrow(output, self.dtype, self.outer):
+                return output
+            return map_tensors(self._out, output)
         borrowed = BorrowedArguments((args, kwargs))
         args, kwargs = borrowed.arguments
         return borrowed.give_back(super().__call__(*args, **kwargs), self._out)

@@ -47,12 +47,15 @@ class CompiledLoss:
         self.fallback = "it reads the environment" if _reads_environment(loss) else None
         self._form: Any = None
         self._times = 0
-        self._compiled: Callable[..., Tensor] = torch.compile(
-            private_entry(loss), fullgraph=True, dynamic=False, backend=self._compile
-        )
+        self._compiled: dict[torch.dtype | None, Callable[..., Tensor]] = {}
 
-    def __call__(self, output: Any, *targets: Any) -> Tensor:
+    def __call__(self, output: Any, *targets: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the loss of the model's output.
+
+        Args:
+            output: the model's.
+            targets: further arguments of the loss.
+            dtype: what a single tensor is converted to first; None for none.
 
         Raises:
             Exception: whatever the loss raises.
@@ -60,19 +63,21 @@ class CompiledLoss:
         from torch._dynamo import config
 
         if self.fallback is not None:
-            return self._own(output, targets)
+            return self._own(output, targets, dtype)
         form = [(t.shape, t.dtype, t.device) for t in tensors_of((output, targets))]
+        if dtype is not None:
+            form[0] = (output.shape, dtype, output.device)
         self._form = self._form or form
         if form != self._form:
-            return self._own(output, targets)
+            return self._own(output, targets, dtype)
         try:
             with config.patch(_AS_EAGER), nullcontext() if self._times else _without_warning():
-                return self._compiled(output, *targets)
+                return self._compiled_for(dtype)(output, *targets)
         except Exception as error:  # tracing may raise anything
             changes = self._times > _MOST_COMPILED
             cannot = f"it cannot be compiled: {one_line(error, 120)}"
             reason = "values that it reads change" if changes else cannot
-        value = self._own(output, targets)  # raises what the loss raises
+        value = self._own(output, targets, dtype)  # raises what the loss raises
         self.fallback = reason
         return value
 
@@ -85,8 +90,18 @@ class CompiledLoss:
             given = [fakes.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
             return find_indices(lambda: graph(*given), given)
 
-    def _own(self, output: Any, targets: tuple[Any, ...]) -> Tensor:
-        return self.loss(map_tensors(_unpadded, output), *targets)
+    def _own(self, output: Any, targets: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
+        output = map_tensors(_unpadded, output)
+        return self.loss(output if dtype is None else output.to(dtype), *targets)
+
+    def _compiled_for(self, dtype: torch.dtype | None) -> Callable[..., Tensor]:
+        """The compiled loss, which converts the model's output to the dtype first."""
+        if dtype not in self._compiled:
+            loss = self.loss if dtype is None else _converting(self.loss, dtype)
+            self._compiled[dtype] = torch.compile(
+                private_entry(loss), fullgraph=True, dynamic=False, backend=self._compile
+            )
+        return self._compiled[dtype]
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -97,6 +112,13 @@ class CompiledLoss:
         indices = self._indices(graph, inputs)
         compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
         return checked(compiled, indices)
+
+
+def _converting(loss: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    def converted(output: Tensor, *targets: Any) -> Tensor:
+        return loss(output.to(dtype), *targets)
+
+    return converted
 
 
 def _unpadded(tensor: Tensor) -> Tensor:

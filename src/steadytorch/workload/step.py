@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steadytorch.workload.compiled_loss import CompiledLoss
+from steadytorch.workload.narrow_output import narrow_output
 from steadytorch.workload.update import Update
 
 
@@ -77,8 +78,12 @@ class EagerStep:
         """
         if self.turn == 0:
             self.optimizer.zero_grad()
-        loss_of = self.compiled_loss or self.loss
-        loss = loss_of(self.model(*inputs, **kwargs), *targets)
+        if self.compiled_loss is None:
+            loss = self.loss(self.model(*inputs, **kwargs), *targets)
+        else:
+            with narrow_output() as narrow:
+                output = self.model(*inputs, **kwargs)
+            loss = self.compiled_loss(output, *targets, dtype=narrow.dtype)
         share = loss if self.accumulate == 1 else loss / self.accumulate
         (share if self.scaler is None else self.scaler.scale(share)).backward()
         return loss.detach()
