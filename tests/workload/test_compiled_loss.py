@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,17 +178,24 @@ LOSSES = {
 }
 
 
-def trained(make, change, given, compiles):
+def converting(loss):
+    """A loss of 16-bit outputs that converts them first, as a compiled loss does when told to."""
+    return lambda output, targets: loss(output.float(), targets)
+
+
+def trained(make, change, given, compiles, narrow=False):
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     loss, held = make()
     called = CompiledLoss(loss) if compiles else loss
     found = SimpleNamespace(values=[], errors=[], called=called)
+    if narrow:
+        called = partial(called, dtype=torch.float32) if compiles else converting(loss)
     for i, (x, targets) in enumerate(given):
         if change is not None:
             change(held, i)
         x = x.clone().requires_grad_()
         try:
-            value = called(x * 1.0, targets)
+            value = called(x.bfloat16() if narrow else x * 1.0, targets)
             value.backward()
             found.values += [value.detach(), x.grad]
         except (ValueError, AssertionError) as error:
@@ -219,8 +227,9 @@ CALLED = {
 """How the reason begins why some are called as they are."""
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bf16 output"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_it_gives_what_the_loss_gives(name, uncompiled, monkeypatch):
+def test_it_gives_what_the_loss_gives(name, narrow, uncompiled, monkeypatch):
     make, change = LOSSES[name]
     generator = torch.Generator().manual_seed(0)
     given = [(torch.randn(8, 10, generator=generator), torch.arange(8) % 10) for _ in range(STEPS)]
@@ -229,7 +238,7 @@ def test_it_gives_what_the_loss_gives(name, uncompiled, monkeypatch):
     found = []
     for compiles in (False, True):
         monkeypatch.delenv("A_SCALE", raising=False)
-        found.append(trained(make, change, given, compiles))
+        found.append(trained(make, change, given, compiles, narrow))
     one, other = found
     assert one.errors == other.errors
     assert (name in ("an error", "an assertion that fails")) is bool(one.errors)
