@@ -22,6 +22,7 @@ FUSED = TransformSpec("optimizer", (("implementation", "fused"), ("merge", False
 MERGED = TransformSpec("optimizer", (("implementation", "foreach"), ("merge", True)))
 COMPILED = TransformSpec("optimizer", (("implementation", "compiled"), ("merge", False)))
 LOSS = TransformSpec("compile_loss", ())
+HALF = TransformSpec("autocast", (("dtype", "bf16"),))
 GRAPH = TransformSpec("step_graph", (("scope", "step"),))
 STEPS = 10
 
@@ -113,6 +114,28 @@ def test_a_plan_that_compiles_the_loss_trains_as_the_loop_does(monkeypatch):
     torch.testing.assert_close(model.state_dict(), right.state_dict(), rtol=1e-3, atol=1e-4)
     assert step.report().loss == "compiled"
     assert "  loss: compiled" in str(step.report()).splitlines()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_compiled_loss_takes_16_bit_outputs_of_a_plan_that_is_checked(monkeypatch):
+    """The check of the first call compares outputs that are converted."""
+    dtypes = []
+
+    def loss(output, targets):
+        return F.cross_entropy(output, targets)
+
+    def traced(graph, inputs, **_):
+        dtypes.append(inputs[0].dtype)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", traced)
+    model = Net().train()
+    model.drop = nn.Identity()  # of steps that draw, only sizes are compared
+    step, _, _ = made(LOSS, HALF, FUSED, model=model, loss=loss)
+    losses = [step(x, y) for x, y in batches()]
+    assert dtypes == [torch.bfloat16]
+    assert f"{STEPS} of {STEPS} calls tuned" in step.report().model
+    assert {found.dtype for found in losses} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

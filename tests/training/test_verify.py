@@ -13,6 +13,7 @@ from steadytorch import transforms
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.training.reference import make_reference
 from steadytorch.training.verify import verify_training
+from steadytorch.transforms.autocast import AutocastModel
 from steadytorch.transforms.base import applied_in_order
 from steadytorch.verification.verdict import decide
 from steadytorch.workload.start import Start, optimizer_of, with_optimizer
@@ -107,6 +108,25 @@ def test_outputs_may_be_padded_for_a_compiled_loss_alone():
     step = dataclasses.replace(case.workload.training_step, compiled_loss=compiled)
     case.workload = dataclasses.replace(case.workload, training_step=step)
     assert verdict(case, padded) is None
+
+
+@pytest.mark.parametrize(("factor", "reason"), [(1.0, None), (1.5, "loss: relative error")])
+def test_a_compiled_loss_is_verified_on_the_16_bit_outputs_that_it_gets(factor, reason):
+    case, seen = referred(), []
+
+    def compiled(loss):
+        def converting(output, dtype=None):
+            seen.append((output.dtype, dtype))
+            return loss(output.to(dtype)) * factor
+
+        return converting
+
+    step = dataclasses.replace(case.workload.training_step, compiled_loss=compiled)
+    case.workload = dataclasses.replace(case.workload, training_step=step)
+    model = AutocastModel(case.workload.model, "cpu", torch.bfloat16, torch.float32)
+    found = verdict(case, model, "bf16")
+    assert found is None if reason is None else reason in found
+    assert set(seen) == {(torch.bfloat16, torch.float32)}
 
 
 LOWER = sorted(FAULTS.keys() - {"coarse_gradient", "wrong_loss"})

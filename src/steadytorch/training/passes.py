@@ -20,7 +20,6 @@ from steadytorch.verification.verify import (
     output_error,
     values_of,
 )
-from steadytorch.workload.compiled_loss import CompiledLoss
 from steadytorch.workload.narrow_output import narrow_output
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.start import Start, buffers_of, optimizer_of, parameters_of
@@ -90,16 +89,17 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
             model are then converted to float32 before the loss, since bf16 resolves only 0.4 % of
             it: the slope of a U-Net's loss scattered by 7 % in 16 bits, and by 3 % when converted.
     """
-    assert workload.training_step is not None
+    step = workload.training_step
+    assert step is not None
+    loss_of: Callable[..., Tensor] = step.called_loss
     parameters = parameters_of(workload)
     before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
     for parameter in parameters.values():
         parameter.grad = None
-    loss_of = workload.training_step.called_loss
-    with narrow_output(isinstance(loss_of, CompiledLoss)) as narrow:
+    with narrow_output(step.compiled_loss is not None) as narrow:
         returned = call(model, arguments)
     result = returned.result
-    if isinstance(loss_of, CompiledLoss) and narrow.dtype is not None:
+    if narrow.dtype is not None:
         outputs = copied(returned._replace(result=result.to(narrow.dtype)))
         loss = loss_of(result, dtype=narrow.dtype)
     else:
