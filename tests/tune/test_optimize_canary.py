@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from stored import equal, make_plan, store_plan
 from torch import nn
 
+from steadytorch.measure.clock import FakeClock
 from steadytorch.tune.optimize import optimize
 
 
@@ -36,30 +35,34 @@ def test_the_canary_demotes_a_plan_that_is_wrong(model, x, store, monkeypatch, c
 
 
 class Pausing(nn.Linear):
-    def __init__(self):
+    def __init__(self, pause):
         super().__init__(8, 4)
+        self.pause = pause
 
     def forward(self, x):
-        time.sleep(2e-3)
+        self.pause(2_000_000)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("pause_s", [0, 4e-3], ids=["faster", "slower"])
+@pytest.mark.parametrize("pause_ns", [0, 4_000_000], ids=["faster", "slower"])
 def test_the_canary_demotes_a_stored_plan_that_has_become_slow_and_no_other(
-    x, tmp_path, monkeypatch, caplog, pause_s
+    x, tmp_path, monkeypatch, caplog, pause_ns
 ):
+    clock = FakeClock()
+
     def serve(self, *args):
-        time.sleep(pause_s)
+        clock.advance(pause_ns)
         return nn.Linear.forward(self.model, *args)
 
+    monkeypatch.setattr("steadytorch.runtime.canary.HostClock", lambda: clock)
     monkeypatch.setattr("steadytorch.transforms.base.Scoped.__call__", serve)
-    model = Pausing().eval()
+    model = Pausing(clock.advance).eval()
     tuned = optimize(model, store=store_plan(tmp_path, make_plan(model, x)))
     for _ in range(150):
         assert equal(tuned, model, x)
     report = tuned.report()
     (served,) = report.signatures
-    if not pause_s:
+    if not pause_ns:
         assert (report.hits, served.reason) == (150, None)
         assert served.finding.startswith("faster")
         return
