@@ -21,7 +21,10 @@ from steadytorch.workload.start import Start, with_optimizer
 from steadytorch.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
+KINK, BIAS = 246, 190
+"""A step where rounding seldom moves an activation across a kink, and one with a bias before a
+batch norm, whose gradient is only rounding of the backward pass."""
+DRAWS = [KINK, BIAS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12))]
 LEFT_OUT = ("compile", "openvino", "onnxruntime", "threads", "prefetch")
 CLASSES = 5
 
