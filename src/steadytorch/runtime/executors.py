@@ -18,11 +18,19 @@ from steadytorch.compiled.prebuilt import Source, supplied
 from steadytorch.errors import UnsupportedError, UsageError
 from steadytorch.results.candidate import Candidate
 from steadytorch.rewrite.copying import MOST_OWN_BYTES, copy_with
-from steadytorch.runtime.served_inputs import Guarded, Test, are_finite, are_in_range, are_narrow
+from steadytorch.runtime.served_inputs import (
+    EXACT,
+    Guarded,
+    Test,
+    are_finite,
+    are_in_range,
+    are_narrow,
+)
 from steadytorch.runtime.settings import setting_flags
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.base import Scoped, Transform
 from steadytorch.workload.containers import BorrowedArguments
+from steadytorch.workload.index_ranges import Range
 from steadytorch.workload.indices import Indices, find_indices
 from steadytorch.workload.signature import map_tensors, tensors_of
 from steadytorch.workload.workload import TrainingStep, Workload
@@ -145,19 +153,31 @@ def _tests(parts: list[Transform], workload: Workload) -> list[Test]:
     """The tests that inputs of a workload must pass to be served by these transforms."""
     inputs, kwargs = workload.inputs, workload.kwargs
     tests = are_finite(inputs, kwargs) if any(part.drops_nan for part in parts) else []
-    indices = Indices({})
+    indices, narrows = Indices({}), any(part.narrows_integers for part in parts)
     if any(part.compiles or part.engine for part in parts):
-        indices = _indices(workload.model, inputs, kwargs, workload.device)
+        within = EXACT if narrows else None
+        indices = _indices(workload.model, inputs, kwargs, workload.device, within)
     tests += are_in_range(indices)
-    if any(part.narrows_integers for part in parts):
+    if narrows:
         tests += are_narrow(inputs, kwargs, indices)
     return tests
 
 
 def _indices(
-    model: nn.Module, inputs: tuple[Any, ...], given: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    given: Mapping[str, Any],
+    device: torch.device,
+    within: Range | None = None,
 ) -> Indices:
     """The model's indices in a call with these inputs, from a call on copies of them.
+
+    Args:
+        model: the untouched model.
+        inputs: positional arguments of the call.
+        given: keyword arguments of the call.
+        device: device of the model.
+        within: range of other integers that the call computes, or None.
 
     Raises:
         Exception: whatever the model raises for these inputs.
@@ -170,14 +190,15 @@ def _indices(
     state = State([model], keep=True, most=MOST_OWN_BYTES)
     try:
         live = _originals(model, copied)
-        found = find_indices(lambda: copied(*args, **kwargs), tensors_of((args, kwargs)), live)
+        tensors_now = tensors_of((args, kwargs))
+        found = find_indices(lambda: copied(*args, **kwargs), tensors_now, live, within)
         return found.allowing(tensors)
     except Exception:
         copied(*args, **kwargs)  # raises, unless only the recorder is at fault
         return Indices({})
     finally:
         draws.undo()
-        if state.changed():  # at other times, writing would look like a change
+        if state.changed():
             state.restore()
 
 

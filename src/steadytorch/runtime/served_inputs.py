@@ -14,9 +14,11 @@ from steadytorch.workload.indices import Indices
 from steadytorch.workload.signature import tensors_of
 
 NOT_FINITE = "an input has NaN or infinities"
-WIDE = "an integer input does not fit into 32 bits"
+WIDE = "an integer input exceeds 2^24"
 OUT_OF_RANGE = "an index or a divisor in the inputs is out of range"
-_IN_32_BITS = Range(-(1 << 31), 1 << 31)
+OUT_OF_RANGE_OR_WIDE = "an index or a divisor is out of range, or an integer exceeds 2^24"
+EXACT = Range(-(1 << 24), (1 << 24) + 1)
+"""Integers that float32 holds exactly."""
 
 
 class NotServedError(Exception):
@@ -87,21 +89,22 @@ def are_finite(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Test]:
 
 
 def are_narrow(args: tuple[Any, ...], kwargs: Mapping[str, Any], indices: Indices) -> list[Test]:
-    """Tests of int64 inputs on the CPU for integers that do not fit into 32 bits; 3 us each.
+    """Tests of integer inputs on the CPU for integers that float32 does not hold; 3 us each.
 
     Inputs whose range as `indices` is narrower have a test already.
     """
-    tested = {n for n, allowed in indices.given.items() if _IN_32_BITS.contains(allowed)}
+    tested = {n for n, allowed in indices.given.items() if EXACT.contains(allowed)}
     return [
-        Test(partial(_fails_at, place, _IN_32_BITS.excludes), WIDE)
+        Test(partial(_fails_at, place, EXACT.excludes), WIDE)
         for place, tensor in enumerate(tensors_of((args, dict(kwargs))))
-        if tensor.dtype == torch.int64 and tensor.is_cpu and place not in tested
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.is_cpu and place not in tested
     ]
 
 
 def are_in_range(indices: Indices) -> list[Test]:
-    """Tests of indices and divisors of a call, if it has any."""
-    return [Test(indices.out_of_range, OUT_OF_RANGE)] if indices else []
+    """Tests of indices, divisors and other integers of a call, if it has any with a range."""
+    reason = OUT_OF_RANGE if indices.within is None else OUT_OF_RANGE_OR_WIDE
+    return [Test(indices.out_of_range, reason)] if indices else []
 
 
 def _fails_at(place: int, fails: Callable[[torch.Tensor], bool], tensors: Sequence[Any]) -> bool:

@@ -105,7 +105,8 @@ class State:
     def _restore_contents(self) -> None:
         with torch.no_grad():
             for tensor, copy in self._copies:
-                tensor.copy_(copy)
+                if not torch.equal(tensor, copy):  # else writing would look like a change
+                    tensor.copy_(copy)
         for array, copy in self._arrays:
             memory = memory_of(array)
             if memory is not None and memory != copy and memory.nbytes == len(copy):

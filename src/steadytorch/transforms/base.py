@@ -118,7 +118,7 @@ class Transform(ABC):
 
     @property
     def narrows_integers(self) -> bool:
-        """Whether it computes int64 in 32 bits. Plans with it serve inputs that fit into these."""
+        """Whether it computes integers in float32. Calls with some beyond 2^24 run untouched."""
         return False
 
     @property

@@ -73,6 +73,11 @@ class Engine(Transform):
         return self.libraries()
 
     @property
+    def narrows_integers(self) -> bool:
+        """True: both engines compute some operators on integers, such as `//`, in float32."""
+        return True
+
+    @property
     def drops_nan(self) -> bool:
         """True: OpenVINO's ReLU and both engines' pooling and normalisation replace NaN."""
         return True

@@ -55,11 +55,6 @@ class OpenVino(Engine):
         """Whether the model runs in int8."""
         return self.parameters.precision == "int8"
 
-    @property
-    def narrows_integers(self) -> bool:
-        """True: OpenVINO's CPU plug-in computes int64 in 32 bits."""
-        return True
-
     @classmethod
     def variants(cls, facts: DeviceFacts) -> Sequence[Any]:
         """Each precision with PyTorch's thread count, then with pinned threads, then with fewer."""

@@ -5,6 +5,9 @@ code on a CPU ends the process, and other engines return something.
 
 An index may be an input, or be computed, as in `F.embedding(ids + 1, table)`. One call is recorded.
 Of its operators, those that lead from inputs to indices are repeated before later calls.
+
+For an engine that computes large integers wrongly, other integers that a call computes are found as
+well, such as the product in `ids * 1000003 % 50`.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ MOST_BYTES = 1 << 26
 """Maximum size of all results that are kept while a call is recorded."""
 
 SECONDS = 0.05
-"""How long a call without integers among its inputs is recorded: models convert inputs first, and
-their large layers come later. A ResNet-50 at batch 64 takes 5 s on two cores."""
+"""CPU time of the thread for which a call without integers among its inputs is recorded: models
+convert inputs first, and their large layers come later. A ResNet-50 at batch 64 takes 5 s on two
+cores."""
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -65,6 +69,28 @@ _REPEATED_AS = {
     aten.view.default: aten.reshape.default,  # later inputs may have gaps
     aten._unsafe_view.default: aten.reshape.default,
 }
+_SELECTING = (
+    aten.amax,
+    aten.amin,
+    aten.cat,
+    aten.clamp,
+    aten.constant_pad_nd,
+    aten.embedding,
+    aten.gather,
+    aten.index,
+    aten.index_select,
+    aten.masked_fill,
+    aten.max,
+    aten.maximum,
+    aten.min,
+    aten.minimum,
+    aten.repeat,
+    aten.sort,
+    aten.stack,
+    aten.topk,
+    aten.where,
+)
+"""Further operators whose results hold no larger integers than they take."""
 _PLACES = (aten.argmax, aten.argmin, aten.argsort)
 """Operators that return places, which are in range."""
 _ALSO_PLACES = (aten.kthvalue, aten.max, aten.median, aten.min, aten.mode, aten.sort, aten.topk)
@@ -92,20 +118,25 @@ class _Step(NamedTuple):
 
 
 class _Check(NamedTuple):
-    """The slot of a computed index or divisor, and its range."""
+    """The slot of a computed index, divisor or other integer, and its range."""
 
     slot: int
     allowed: Range
 
 
 class Indices:
-    """The indices and divisors of a call.
+    """The indices and divisors of a call, and other integers that have a range.
 
     Args:
         given: ranges of those that are inputs of the call, by place.
         program: steps that compute others, and checks of these, in order. Inputs are in the slots
             of their places.
         constants: other tensors that the steps read, by slot.
+        within: range of integers that are neither indices nor divisors, or None.
+
+    Attributes:
+        given: ranges of indices and divisors that are inputs, by place.
+        within: range of other integers that the call computes; None if it computes none.
     """
 
     def __init__(
@@ -113,15 +144,18 @@ class Indices:
         given: Mapping[int, Range],
         program: Sequence[_Step | _Check] = (),
         constants: Mapping[int, Tensor] | None = None,
+        within: Range | None = None,
     ) -> None:
         self.given, self._program = dict(given), tuple(program)
         self._constants = dict(constants or {})
+        is_checked = any(isinstance(p, _Check) and p.allowed == within for p in self._program)
+        self.within = within if is_checked else None
 
     def __bool__(self) -> bool:
         return bool(self.given or self._program)
 
     def out_of_range(self, tensors: Sequence[Any]) -> bool:
-        """Whether a call on these tensors has an index or divisor out of its range."""
+        """Whether a call on these tensors has an index or other integer out of its range."""
         for place, allowed in self.given.items():
             if allowed.excludes(tensors[place]):
                 return True
@@ -130,7 +164,7 @@ class Indices:
     def allowing(self, tensors: Sequence[Any]) -> Indices:
         """These without the checks that a call on these tensors fails, although it succeeds.
 
-        A call may use a part of an index only.
+        A call may use a part of an index only. The range of other integers stays.
         """
         given = {
             n: allowed for n, allowed in self.given.items() if not allowed.excludes(tensors[n])
@@ -138,9 +172,12 @@ class Indices:
         failed: list[_Check] = []
         if self._program and self._repeated(tensors, failed):
             return Indices(given)  # a step raised
-        kept = [part for part in self._program if part not in failed]
+        kept = [part for part in self._program if part not in failed or self._keeps(part)]
         is_needed = any(isinstance(part, _Check) for part in kept)
-        return Indices(given, kept if is_needed else (), self._constants)
+        return Indices(given, kept if is_needed else (), self._constants, self.within)
+
+    def _keeps(self, part: _Step | _Check) -> bool:
+        return isinstance(part, _Check) and part.allowed == self.within
 
     @torch.no_grad()
     def _repeated(self, tensors: Sequence[Any], failed: list[_Check] | None = None) -> bool:
@@ -180,7 +217,10 @@ def may_be_index(value: Any) -> bool:
 
 
 def find_indices(
-    call: Callable[[], Any], tensors: Sequence[Any], live: Mapping[int, Tensor] | None = None
+    call: Callable[[], Any],
+    tensors: Sequence[Any],
+    live: Mapping[int, Tensor] | None = None,
+    within: Range | None = None,
 ) -> Indices:
     """Runs a call and returns which inputs it uses as indices or divisors, and which it computes.
 
@@ -193,11 +233,13 @@ def find_indices(
         call: runs PyTorch operators on the tensors; they may be fake tensors.
         tensors: the inputs of the call; those that are not on the CPU are ignored.
         live: if the call reads copies, the originals by the `id` of their copies.
+        within: range of all other integers that it computes from its inputs, or None. They are
+            left out if they need more operators than are repeated.
     """
     seconds = math.inf if any(map(may_be_index, tensors)) else SECONDS
     is_there = "torch._dynamo" in sys.modules
     kind = _RecorderBesideDynamo if is_there else _Recorder
-    recorder = kind(tensors, time.monotonic() + seconds)
+    recorder = kind(tensors, time.thread_time() + seconds, within)
     try:
         with recorder, torch.no_grad(), suppress(_EnoughError):
             call()
@@ -210,7 +252,7 @@ def find_indices(
         if (came or recorder.met_higher_order) and not is_traced:
             # Eager ones compile. Under a mode, Dynamo has marked their code as not to be compiled.
             torch._dynamo.reset()
-    return Indices(recorder.given, *recorder.tape.program(live or {}))
+    return Indices(recorder.given, *recorder.tape.program(live or {}), within)
 
 
 class _EnoughError(BaseException):  # models may catch other exceptions
@@ -222,7 +264,8 @@ class _Recorder(TorchDispatchMode):
 
     Args:
         tensors: the inputs of the call.
-        until_s: when the recording ends, in seconds of Python's monotonic clock.
+        until_s: when the recording ends, in seconds of `time.thread_time`.
+        within: range of integers that are neither indices nor divisors, or None.
 
     Attributes:
         given: ranges of inputs by place.
@@ -236,12 +279,12 @@ class _Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # PyTorch would import Dynamo to keep it out, which takes 1.5 s
 
-    def __init__(self, tensors: Sequence[Any], until_s: float) -> None:
+    def __init__(self, tensors: Sequence[Any], until_s: float, within: Range | None) -> None:
         super().__init__()
         self._until_s = until_s
         self.given: dict[int, Range] = {}
         self.met_higher_order = False
-        self.tape = _Tape(tensors)
+        self.tape = _Tape(tensors, within)
         # Keeps the tensors alive, so that no id is used twice.
         self._places: dict[int, tuple[Tensor, int]] = {
             id(tensor): (tensor, place)
@@ -253,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if time.monotonic() > self._until_s:
+        if time.thread_time() > self._until_s:
             raise _EnoughError
         if not isinstance(func, torch._ops.OpOverload):
             self.met_higher_order = True
@@ -318,9 +361,15 @@ class _Tape:
     """The operators whose results depend on inputs and constants alone, and checks of results.
 
     Each view has a slot of its own; a write to one changes all views of that memory.
+
+    Args:
+        tensors: the inputs of the call.
+        within: range of integers that are neither indices nor divisors, or None. Their checks
+            are left out if they need too many steps.
     """
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[Any], within: Range | None = None) -> None:
+        self._within = within
         self._slots = {
             id(tensor): (tensor, place) for place, tensor in enumerate(tensors) if _is_plain(tensor)
         }
@@ -381,6 +430,10 @@ class _Tape:
             self._unknown[_memory(made[1])] = made[1]
         elif (bounds := _bounds(step)) is not None:
             self._bounds[results[0], self._writes[_memory(made[0])]] = bounds
+        if self._within is not None and _may_grow(step.operator):
+            for tensor in made:
+                if tensor.dtype in (torch.int64, torch.int32):
+                    self.check(tensor, self._within)
 
     def read(self, tensor: Tensor) -> None:
         """Notes that the call read a number from a tensor, with which it may compute indices."""
@@ -433,23 +486,44 @@ class _Tape:
 
     def program(self, live: Mapping[int, Tensor]) -> tuple[list[_Step | _Check], dict[int, Tensor]]:
         """The checks and the steps that they need, in order, and the constants of these by slot."""
+        parts = self._needed(self._parts)
+        if not _is_short(parts):
+            wanted = [p for p in self._parts if not self._is_optional(p.what)]
+            parts = self._needed(wanted)
+        if not _is_short(parts):
+            return [], {}
+        held = {slot: live.get(key, tensor) for key, (tensor, slot) in self._slots.items()}
+        constants, known = dict[int, Tensor](), set(range(self._given))
+        for part in parts:
+            constants |= {slot: held[slot] for slot in part.reads - known}
+            known |= part.reads.union(part.what.results if isinstance(part.what, _Step) else ())
+        return [part.what for part in parts], constants
+
+    def _is_optional(self, what: _Step | _Check) -> bool:
+        return isinstance(what, _Check) and what.allowed == self._within
+
+    def _needed(self, recorded: Sequence[_Part]) -> list[_Part]:
+        """The checks among parts, and the steps before them on which they depend."""
         parts, slots, memory = list[_Part](), set[int](), set[int]()
-        for part in reversed(self._parts):
+        for part in reversed(recorded):
             is_needed = isinstance(part.what, _Check) or not slots.isdisjoint(part.what.results)
             if is_needed or not memory.isdisjoint(part.written):
                 parts.append(part)
                 slots |= part.reads
                 memory |= part.memory
-        program = [part.what for part in reversed(parts)]
-        steps = sum(isinstance(what, _Step) for what in program)
-        if steps > MOST_STEPS or sum(part.size for part in parts) > MOST_ELEMENTS:
-            return [], {}
-        held = {slot: live.get(key, tensor) for key, (tensor, slot) in self._slots.items()}
-        constants, known = dict[int, Tensor](), set(range(self._given))
-        for part in reversed(parts):
-            constants |= {slot: held[slot] for slot in part.reads - known}
-            known |= part.reads.union(part.what.results if isinstance(part.what, _Step) else ())
-        return program, constants
+        return parts[::-1]
+
+
+def _may_grow(operator: Any) -> bool:
+    """Whether an operator may return larger integers than it takes."""
+    if operator.is_view or operator.overloadpacket in _SELECTING:
+        return False
+    return operator not in _WHOLE or operator is aten._to_copy.default
+
+
+def _is_short(parts: Sequence[_Part]) -> bool:
+    steps = sum(isinstance(part.what, _Step) for part in parts)
+    return steps <= MOST_STEPS and sum(part.size for part in parts) <= MOST_ELEMENTS
 
 
 def _may_be_constant(tensor: Tensor) -> bool:
