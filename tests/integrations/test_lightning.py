@@ -221,6 +221,16 @@ def test_whole_steps_clip_as_lightning_does(tmp_path, plan):
     assert module.losses[-1] != pytest.approx(unclipped.losses[-1])
 
 
+def test_a_later_fit_has_its_own_optimizer_and_clipping(tmp_path, plan):
+    found = []
+    for module in (Images(), Whole(plan)):
+        trained_by(tmp_path, module)
+        trainer, _ = trained_by(tmp_path, module, gradient_clip_val=0.01)
+        assert len(trainer.optimizers[0].state) == 4
+        found.append(module.losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}])
 def test_lightning_takes_steps_that_a_plan_cannot(tmp_path, plan, caplog, options):
     plain, module = Images(), Whole(plan)

@@ -121,7 +121,7 @@ def test_a_compiled_loss_is_verified_on_the_16_bit_outputs_that_it_gets(factor, 
 
         return converting
 
-    step = dataclasses.replace(case.workload.training_step, compiled_loss=compiled)
+    step = dataclasses.replace(case.workload.training_step, compiled_loss=compiled, autocast=True)
     case.workload = dataclasses.replace(case.workload, training_step=step)
     model = AutocastModel(case.workload.model, "cpu", torch.bfloat16, torch.float32)
     found = verdict(case, model, "bf16")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 from steadytorch.transforms.autocast import AutocastModel
 from steadytorch.workload.compiled_loss import CompiledLoss
@@ -54,6 +56,23 @@ class Centres(nn.Module):
         loss = F.cross_entropy(self.drop(output - self.centre) * self.scale, targets)
         self.last = loss.detach()
         return loss
+
+
+def of_its_own_numbers():
+    numbers = random.Random(3)
+    return (lambda o, t: F.cross_entropy(o, t) * numbers.uniform(0.5, 1.5)), None
+
+
+def of_a_cached_projection():
+    @lru_cache
+    def projection(size):
+        return torch.randn(size, size)
+
+    return (lambda o, t: F.cross_entropy(o @ projection(10), t)), None
+
+
+def with_probabilities(o, t):
+    return F.binary_cross_entropy(o.sigmoid(), F.one_hot(t, 10).float())
 
 
 def annealed():
@@ -157,6 +176,9 @@ LOSSES = {
         function(lambda o, t: F.cross_entropy(o, t) * float(np.random.beta(0.5, 0.5))),
         None,
     ),
+    "numbers of its own": (of_its_own_numbers, None),
+    "a cached projection": (of_a_cached_projection, None),
+    "probabilities": (function(with_probabilities), None),
     "Python's numbers": (function(lambda o, t: F.cross_entropy(o, t) * random.random()), None),
     "an assertion": (asserting, None),
     "an assertion that fails": (asserting, later(lambda _: None)),
@@ -218,6 +240,9 @@ CALLED = {
     "a log": "",
     "NumPy's numbers": "it cannot be compiled: ",
     "Python's numbers": "it cannot be compiled: ",
+    "numbers of its own": "it cannot be compiled: ",
+    "a cached projection": "it cannot be compiled: ",
+    "probabilities": "it cannot be compiled: ",
     "an assertion": DEPENDS,
     "an assertion that fails": DEPENDS,
     "a branch": DEPENDS,
@@ -248,6 +273,56 @@ def test_it_gives_what_the_loss_gives(name, narrow, uncompiled, monkeypatch):
     fallback = other.called.fallback
     assert (fallback is not None) is (name in CALLED)
     assert fallback is None or (fallback.startswith(CALLED[name]) and "\n" not in fallback)
+
+
+def test_cached_functions_are_refused_by_each_loss(uncompiled):
+    """Dynamo's warning comes once in a process."""
+    for _ in range(2):
+        made, _ = of_a_cached_projection()
+        loss = CompiledLoss(made)
+        loss(torch.randn(4, 10), torch.arange(4))
+        assert "lru_cache" in loss.fallback
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_not_a_number_times_zero_is_none(zero):
+    def loss(o, t):
+        return F.cross_entropy(o, t) + (o.log() * zero).mean()
+
+    x = -torch.ones(4, 10)
+    called = CompiledLoss(loss)
+    assert called(x, torch.arange(4)).isnan()
+    assert called.fallback is None
+
+
+def test_hooks_on_all_modules_are_called(uncompiled):
+    calls = []
+    called = CompiledLoss(nn.CrossEntropyLoss())
+    given = torch.randn(4, 10), torch.arange(4)
+    called(*given)
+    handle = register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        called(*given)
+    finally:
+        handle.remove()
+    called(*given)
+    assert calls == [1]
+    assert called.fallback is None
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_views_of_one_output_stay_views(uncompiled, prints):
+    def loss(outputs, targets):
+        print(end="") if prints else None
+        outputs[1].mul_(2)
+        return F.cross_entropy(outputs[0], targets)
+
+    x, targets = torch.randn(4, 10), torch.arange(4)
+    expected = loss((one := x.clone(), one[:, :3]), targets)
+    called = CompiledLoss(loss)
+    found = called((other := x.clone(), other[:, :3]), targets)
+    assert (called.fallback is not None) is prints
+    torch.testing.assert_close(found, expected)
 
 
 def test_other_shapes_are_not_compiled(uncompiled):
@@ -312,9 +387,8 @@ def train_under_autocast(loss, compiled, keys=False):
     model = AutocastModel(
         (lambda x: {"logits": layer(x)}) if keys else layer, "cpu", torch.bfloat16, torch.float32
     )
-    step = EagerStep(
-        model, loss, torch.optim.SGD(layer.parameters(), lr=0.1), compiled_loss=compiled
-    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = EagerStep(model, loss, optimizer, compiled_loss=compiled, autocast=True)
     x = torch.randn(4, 8)
     losses = [step((x,), {}, (torch.arange(4),)) for _ in range(3)]
     return [*losses, *map(torch.Tensor.detach, layer.parameters())]
@@ -338,11 +412,33 @@ def test_an_output_in_16_bits_is_converted_by_the_compiled_loss(uncompiled, loss
     assert all(map(torch.equal, found, right))
 
 
+def test_a_model_inside_returns_what_it_does_elsewhere(uncompiled):
+    """Only the plan's own autocast may leave its output to the loss."""
+    inner = AutocastModel(nn.Linear(8, 10), "cpu", torch.bfloat16, torch.float32)
+    seen = []
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            seen.append(inner(x).dtype)
+            return inner(x)
+
+    for autocast in (False, True):
+        model: Any = Outer()
+        if autocast:
+            model = AutocastModel(model, "cpu", torch.bfloat16, torch.float32)
+        optimizer = torch.optim.SGD(inner.model.parameters(), lr=0.1)
+        compiled = Watched(wide_loss)
+        step = EagerStep(model, wide_loss, optimizer, compiled_loss=compiled, autocast=autocast)
+        step((torch.randn(4, 8),), {}, (torch.arange(4),))
+        assert compiled.seen == [torch.float32]
+    assert seen == [torch.float32] * 2
+
+
 def test_outputs_are_converted_where_no_loss_asks(uncompiled):
     model = AutocastModel(nn.Linear(8, 10), "cpu", torch.bfloat16, torch.float32)
     x = torch.randn(4, 8)
     assert model(x).dtype == torch.float32
-    with narrow_output() as narrow:
+    with narrow_output(allowed=True) as narrow:
         assert model(x).dtype == torch.bfloat16
         with narrow_output(allowed=False):
             assert model(x).dtype == torch.float32

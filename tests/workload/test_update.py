@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from steadytorch.workload.update import (
     COMPILED,
@@ -199,6 +200,49 @@ def test_switches_are_put_back_when_the_step_raises():
         Update(made, FUSED, merge=True)()
     assert [hyper_parameters(g) for g in made.param_groups] == before
     assert len(made.param_groups) == 2
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_learning_rate_that_a_hook_sets_stays(in_place):
+    model = nn.Linear(2, 2)
+    made = torch.optim.AdamW(model.parameters(), lr=0.5)
+
+    def halve(optimizer, args, kwargs):
+        (group,) = optimizer.param_groups
+        group["lr"] = group["lr"].mul_(0.5) if in_place else float(group["lr"]) * 0.5
+
+    made.register_step_pre_hook(halve)
+    update = Update(made, FUSED)
+    rates = GroupRates(made)
+    for expected in (0.25, 0.125):
+        model(torch.ones(1, 2)).sum().backward()
+        update(rates.refreshed())
+        assert made.param_groups[0]["lr"] == expected
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_a_merging_step_see_the_callers_groups(of_all):
+    model = nn.Linear(2, 2)
+    made = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    update, counts = Update(made, FOREACH, merge=True), []
+
+    def count(optimizer, args, kwargs):
+        counts.append(len(optimizer.param_groups))
+
+    register = register_optimizer_step_pre_hook if of_all else made.register_step_pre_hook
+    handle = register(count)
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+        update()
+    finally:
+        handle.remove()
+    assert counts == [2]
+
+
+def test_rates_of_float64_parameters_are_float64():
+    layers = nn.Linear(2, 2).double(), nn.Linear(2, 2)
+    made = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1} for layer in layers])
+    assert [rate.dtype for rate in GroupRates(made).tensors] == [torch.float64, torch.float32]
 
 
 def test_only_groups_with_equal_hyper_parameters_are_merged():

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from steadytorch.errors import UnsupportedError, first_line
 from steadytorch.workload.contents import contents, same
 from steadytorch.workload.generators import restored
-from steadytorch.workload.signature import strides_of
+from steadytorch.workload.signature import in_order, strides_of
 from steadytorch.workload.workload import Workload
 
 WRITES = "the model writes to its inputs, buffers or containers, which an engine would not"
@@ -71,11 +71,6 @@ class Exported(NamedTuple):
 
     program: torch.export.ExportedProgram
     form: Form
-
-
-def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sorts keyword arguments by name, which is their order in workload signatures."""
-    return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from steadytorch.compiled.shared_library import Library
 from steadytorch.errors import UnsupportedError, first_line, one_line
 from steadytorch.results.signature import Leaf, Signature
+from steadytorch.workload.signature import in_order
 
 ALIGNED_BYTES = 16
 """Compiled code may use vector loads of this size if the example input was aligned to it."""
@@ -90,11 +91,6 @@ class _Callable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-
-def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort keyword arguments by name, which is their order in signatures and packages."""
-    return {name: kwargs[name] for name in sorted(kwargs)}
 
 
 class _Layout(NamedTuple):

@@ -20,6 +20,9 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from steadytorch.workload import compiler_faults
+from steadytorch.workload.compiler_faults import KeepZeroProducts
+
 aten = torch.ops.aten
 
 _VIEWS = {
@@ -39,15 +42,19 @@ _OWN = "steadytorch_own_slice"
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-class _NoteSlices(CustomGraphPass):
-    """Marks the model's own slices, before Inductor adds slices of padded matrix products."""
+class _NoteSlices(KeepZeroProducts):
+    """Marks the model's own slices, before Inductor adds slices of padded matrix products.
+
+    It also keeps products with 0, since torch 2.11 takes one pass at this place.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
         for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
             node.meta[_OWN] = True
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,), "note")
+        return get_hash_for_files((__file__, compiler_faults.__file__), "note")
 
 
 class _FixStrides(CustomGraphPass):

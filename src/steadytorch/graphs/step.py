@@ -56,7 +56,6 @@ from steadytorch.workload.update import (
 BACKWARD, UPDATE, STEP = "backward", "update", "step"
 """What is recorded. BACKWARD: forward, loss and backward. UPDATE: also the update, as a second
 graph. STEP: all in one graph; with gradient accumulation, the same as UPDATE."""
-SCOPES = (BACKWARD, UPDATE, STEP)
 WARM_UP = 3
 """Eager steps before the first recording. PyTorch's own recipe takes as many: libraries choose
 their algorithms and allocate workspaces meanwhile."""
@@ -98,7 +97,7 @@ class CapturedStep:
 
     Args:
         step: the step itself; eager calls and recordings run it.
-        scope: what is recorded, one of `SCOPES`.
+        scope: what is recorded: `BACKWARD`, `UPDATE` or `STEP`.
         modules: the model and the loss, each if it is a module; a step may write to their tensors.
         valid: polled before each replay; returns why graphs must not be used now, or None.
         check: whether each new graph is compared with the eager step once, before it serves.

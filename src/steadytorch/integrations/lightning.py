@@ -249,6 +249,7 @@ class _WholeSteps:
     def __init__(self, plan: Plan | None, model: nn.Module, loss: Callable[..., Tensor]) -> None:
         self._plan, self._model, self._loss = plan, model, loss
         self._said = False
+        self._made_for: tuple[Any, float | None] = None, None
         self.step: TunedStep | None = None
         self.taken: Tensor | None = None
 
@@ -259,16 +260,17 @@ class _WholeSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # A step belongs to one model and one process.
-        return vars(self) | {"step": None, "taken": None}
+        return vars(self) | {"step": None, "taken": None, "_made_for": (None, None)}
 
     def run(self, module: Any, inputs: Any, targets: tuple[Any, ...]) -> Tensor:
         if self._plan is None or self.reason(module) is not None or not module.training:
             args, kwargs = arguments(inputs)
             return self._loss(self._model(*args, **kwargs), *targets)
-        if self.step is None:
-            optimizer = module.optimizers(use_pl_optimizer=False)
-            clip = module.trainer.gradient_clip_val
+        optimizer = module.optimizers(use_pl_optimizer=False)
+        clip = module.trainer.gradient_clip_val
+        if self.step is None or self._made_for != (optimizer, clip):  # a later fit has others
             self.step = self._plan.step(self._model, optimizer, self._loss, clip=clip)
+            self._made_for = optimizer, clip
         if self.is_taken:
             raise UsageError(
                 f"{type(module).__name__}.training_step calls whole_step twice, and each call is a "

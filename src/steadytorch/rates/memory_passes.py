@@ -155,8 +155,6 @@ def generated(given: Operands) -> tuple[int, int]:
     return 0, sum(given.bytes(place) for place in tensors)
 
 
-_NEW = Elementwise()
-_WRITTEN = Elementwise(in_place=True)
 _FLAG = Elementwise(item_bytes=1)
 _STEPS = {
     "add sub rsub mul div neg abs exp log sqrt rsqrt reciprocal sin cos pow maximum minimum": 1,

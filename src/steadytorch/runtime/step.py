@@ -23,6 +23,7 @@ from steadytorch.ranks.group import Ranks
 from steadytorch.results.candidate import Candidate
 from steadytorch.runtime.trained import CHANGED, TrainedModule
 from steadytorch.runtime.weights import Weights
+from steadytorch.transforms.autocast import Autocast
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.compile_loss import CompileLoss
 from steadytorch.transforms.optimizer import OptimizerStep
@@ -154,6 +155,7 @@ class TunedStep:
             optimizer,
             update=update,
             compiled_loss=CompiledLoss(loss) if compiles else None,
+            autocast=any(isinstance(part, Autocast) for part in parts),
             clip=clip,
             accumulate=accumulate,
             scaler=scaler,

@@ -96,7 +96,7 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
     before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
     for parameter in parameters.values():
         parameter.grad = None
-    with narrow_output(step.compiled_loss is not None) as narrow:
+    with narrow_output(step.autocast and step.compiled_loss is not None) as narrow:
         returned = call(model, arguments)
     result = returned.result
     if narrow.dtype is not None:

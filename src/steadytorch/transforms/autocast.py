@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from steadytorch.transforms.traits import (
     refuse_if,
 )
 from steadytorch.workload.containers import BorrowedArguments, holds_containers
-from steadytorch.workload.narrow_output import left_narrow
+from steadytorch.workload.narrow_output import left_narrow, narrow_output
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -80,7 +81,10 @@ class Autocast(Transform):
         refuse_if(hooks_see(workload, _SEEN))
         dtype = HALF_TYPES[self.parameters.dtype]
         device, outer = own_device(workload).type, own_dtype(workload)
-        yield workload.with_model(AutocastModel(workload.model, device, dtype, outer))
+        workload = workload.with_model(AutocastModel(workload.model, device, dtype, outer))
+        if (step := workload.training_step) is not None:
+            workload = replace(workload, training_step=replace(step, autocast=True))
+        yield workload
 
 
 class AutocastModel(Scoped):
@@ -107,7 +111,8 @@ class AutocastModel(Scoped):
         An output that only a compiled loss takes is left to it, see `narrow_output`.
         """
         if not holds_containers((*args, *kwargs.values())):
-            output = super().__call__(*args, **kwargs)
+            with narrow_output(allowed=False):  # for models inside, which other plans may serve
+                output = super().__call__(*args, **kwargs)
             if left_narrow(output, self.dtype, self.outer):
                 return output
             return map_tensors(self._out, output)

@@ -244,7 +244,9 @@ def _backend(parameters: Any, pads: bool) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         from steadytorch.compiled import output_strides
+        from steadytorch.workload.compiler_faults import refuse_changed
 
+        refuse_changed(graph)
         if freezing and not config.freezing:
             raise _NotFreezingError
         strides = {} if freezing else output_strides.options(pads)

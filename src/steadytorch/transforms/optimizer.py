@@ -74,6 +74,9 @@ class OptimizerStep(Transform):
         if wanted == "compiled":
             odd = isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam))
             yield odd, f"{kind} cannot be compiled"
+            wide = (torch.float64, torch.complex128)
+            is_wide = any(p.dtype in wide for group in groups for p in group["params"])
+            yield is_wide, "its parameters are float64, and compiled steps count in float32"
             # The others already run one kernel per tensor list; compiling would not reduce that.
             yield "capturable" not in has, f"{kind} cannot read its learning rate from the device"
 
@@ -81,6 +84,8 @@ class OptimizerStep(Transform):
         if self.parameters.merge:
             count = len(optimizer.param_groups)
             yield count == len(merged(optimizer.param_groups)), "all parameter groups differ"
+            own = not type(optimizer).__module__.startswith("torch.optim.")
+            yield own, f"{type(optimizer).__name__} may treat parameter groups one by one"
 
     @contextmanager
     def applied(self, workload: Workload) -> Iterator[Workload]:

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from steadytorch.bench.bench_worker import WorkloadHandler, own_errors
-from steadytorch.compiled.aot_inductor import Package, in_order, make
+from steadytorch.compiled.aot_inductor import Package, make
 from steadytorch.compiled.bundle import MOST_BYTES
 from steadytorch.compiled.model_digest import sources_of
 from steadytorch.compiled.package import Made
@@ -33,7 +33,7 @@ from steadytorch.runtime.agreement import bound, disagreement, memory_of
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.transforms.precision import precision_of
 from steadytorch.verification.verify import fresh_inputs
-from steadytorch.workload.signature import signature
+from steadytorch.workload.signature import in_order, signature
 from steadytorch.workload.workload import Workload
 
 NEVER_ASKED = "training steps and modes that record CUDA graphs at run time cannot be packaged"
@@ -105,7 +105,7 @@ class PackagingHandler(WorkloadHandler):
         """Frees the package, since a worker's exit does not delete files that PyTorch unpacked."""
         self.close()
         self._context = None
-        del self.model, self.step
+        del self.model, self.step, self.applied
         gc.collect()
 
 

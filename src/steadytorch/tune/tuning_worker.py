@@ -96,8 +96,12 @@ class TuningHandler(ExplainHandler):
         data = load_reference(self.directory)
         if self.workload.training_step is not None:
             assert self.applied.training_step is not None
-            loss = self.applied.training_step.compiled_loss
-            step = replace(self.workload.training_step, compiled_loss=loss)
+            applied = self.applied.training_step
+            step = replace(
+                self.workload.training_step,
+                compiled_loss=applied.compiled_loss,
+                autocast=applied.autocast,
+            )
             workload = replace(self.workload, training_step=step)
             found = verify_training(
                 self.model, self.step, workload, data, self._start, self._precision

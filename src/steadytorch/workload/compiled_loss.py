@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.modules.module as hooks
 from torch import Tensor
 
 from steadytorch.errors import one_line
@@ -62,7 +65,8 @@ class CompiledLoss:
         """
         from torch._dynamo import config
 
-        if self.fallback is not None:
+        # Dynamo has no guards on hooks of all modules.
+        if self.fallback is not None or hooks._has_any_global_hook():
             return self._own(output, targets, dtype)
         form = [(t.shape, t.dtype, t.device) for t in tensors_of((output, targets))]
         if dtype is not None:
@@ -71,7 +75,7 @@ class CompiledLoss:
         if form != self._form:
             return self._own(output, targets, dtype)
         try:
-            with config.patch(_AS_EAGER), nullcontext() if self._times else _without_warning():
+            with config.patch(_AS_EAGER), nullcontext() if self._times else _at_first():
                 return self._compiled_for(dtype)(output, *targets)
         except Exception as error:  # tracing may raise anything
             changes = self._times > _MOST_COMPILED
@@ -91,7 +95,8 @@ class CompiledLoss:
             return find_indices(lambda: graph(*given), given)
 
     def _own(self, output: Any, targets: tuple[Any, ...], dtype: torch.dtype | None) -> Tensor:
-        output = map_tensors(_unpadded, output)
+        memory = Counter(t.untyped_storage()._cdata for t in tensors_of(output) if _is_strided(t))
+        output = map_tensors(partial(_unpadded, memory), output)
         return self.loss(output if dtype is None else output.to(dtype), *targets)
 
     def _compiled_for(self, dtype: torch.dtype | None) -> Callable[..., Tensor]:
@@ -106,11 +111,18 @@ class CompiledLoss:
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
+        from steadytorch.workload.compiler_faults import KeepZeroProducts, refuse_changed
+
+        refuse_changed(graph)
         self._times += 1
         if self._times > _MOST_COMPILED:
             raise RuntimeError("compiled too often")
         indices = self._indices(graph, inputs)
-        compiled: Any = compile_fx(graph, inputs, config_patches={"fallback_random": True})
+        options: dict[str, Any] = {
+            "fallback_random": True,
+            "joint_custom_pre_pass": KeepZeroProducts(),
+        }
+        compiled: Any = compile_fx(graph, inputs, config_patches=options)
         return checked(compiled, indices)
 
 
@@ -121,13 +133,22 @@ def _converting(loss: Callable[..., Tensor], dtype: torch.dtype) -> Callable[...
     return converted
 
 
-def _unpadded(tensor: Tensor) -> Tensor:
-    """The tensor without gaps between its elements: a loss may flatten it."""
-    if tensor.layout != torch.strided or tensor.is_contiguous():
+def _unpadded(memory: Mapping[int, int], tensor: Tensor) -> Tensor:
+    """The tensor without gaps between its elements: a loss may flatten it.
+
+    Tensors that share their memory, by the counts in `memory`, are the model's own views.
+    """
+    if not _is_strided(tensor) or tensor.is_contiguous():
+        return tensor
+    if memory[tensor.untyped_storage()._cdata] > 1:
         return tensor
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     gaps = 1 + sum((size - 1) * stride for size, stride in steps) > tensor.numel()
     return tensor.contiguous() if gaps else tensor
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided
 
 
 def _reads_environment(loss: Callable[..., Tensor]) -> bool:
@@ -140,8 +161,13 @@ def _reads_environment(loss: Callable[..., Tensor]) -> bool:
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """Silences a warning of Dynamo, which reads `grad` of the model's output, not a leaf."""
-    with warnings.catch_warnings():
+def _at_first() -> Iterator[None]:
+    """Refuses cached functions, and silences a warning of Dynamo.
+
+    Dynamo reads `grad` of the model's output, which is not a leaf.
+    """
+    from steadytorch.workload.compiler_faults import refusing_caches
+
+    with refusing_caches():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield

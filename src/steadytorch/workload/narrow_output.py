@@ -26,11 +26,11 @@ _taker: ContextVar[NarrowOutput | None] = ContextVar("taker", default=None)
 
 
 @contextmanager
-def narrow_output(allowed: bool = True) -> Iterator[NarrowOutput]:
+def narrow_output(allowed: bool) -> Iterator[NarrowOutput]:
     """Inside the `with` block, a model under autocast may return its output in 16 bits.
 
     Args:
-        allowed: False to have all outputs converted, also within such a block.
+        allowed: whether it may; False has all outputs converted, also within such a block.
     """
     taker = NarrowOutput()
     token = _taker.set(taker if allowed else None)

@@ -59,6 +59,11 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple([stride for size, stride in sizes if size > 1])
 
 
+def in_order(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Sorts keyword arguments by name, their order in signatures, packages and engines."""
+    return {name: kwargs[name] for name in sorted(kwargs)}
+
+
 def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Signature:
     """The signature of a call.
 
@@ -70,7 +75,7 @@ def signature(inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) 
         UsageError: a leaf is neither a tensor nor a plain constant, so two calls could not be
             distinguished.
     """
-    arguments = (tuple(inputs), {key: (kwargs or {})[key] for key in sorted(kwargs or {})})
+    arguments = tuple(inputs), in_order(kwargs or {})
     plain = plainly_flat(arguments)
     if plain is None:
         structure = str(pytree.tree_structure(opened(arguments, caches=False)))

@@ -23,6 +23,8 @@ class EagerStep:
         optimizer: the caller's optimizer; it may hold parameters of the loss as well.
         update: implementation of the optimizer's step; None for the optimizer's own.
         compiled_loss: the compiled form of the loss; None to call the loss itself.
+        autocast: whether the model runs under autocast, and may leave the conversion of its output
+            to a compiled loss.
         clip: maximum norm of all gradients together; None to disable clipping.
         accumulate: number of micro-batches whose mean gradient one update uses.
         scaler: a `torch.amp.GradScaler`; None to disable gradient scaling.
@@ -40,13 +42,14 @@ class EagerStep:
         *,
         update: Update | None = None,
         compiled_loss: CompiledLoss | None = None,
+        autocast: bool = False,
         clip: float | None = None,
         accumulate: int = 1,
         scaler: Any = None,
     ) -> None:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.update = update or Update(optimizer)
-        self.compiled_loss = compiled_loss
+        self.compiled_loss, self._autocast = compiled_loss, autocast
         self.clip, self.accumulate, self.scaler = clip, accumulate, scaler
         self.turn = 0
         self.norm: Tensor | None = None
@@ -81,7 +84,7 @@ class EagerStep:
         if self.compiled_loss is None:
             loss = self.loss(self.model(*inputs, **kwargs), *targets)
         else:
-            with narrow_output() as narrow:
+            with narrow_output(self._autocast) as narrow:
                 output = self.model(*inputs, **kwargs)
             loss = self.compiled_loss(output, *targets, dtype=narrow.dtype)
         share = loss if self.accumulate == 1 else loss / self.accumulate

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as module
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -57,7 +58,7 @@ class Update:
             rates: the learning rate of each group as a tensor on the device, so that a CUDA graph
                 reads it at each replay; None for the numbers in the groups.
         """
-        if self.implementation == OWN and rates is None and not self.merge:
+        if self.implementation == OWN and rates is None and not self._merges():
             self.optimizer.step()
             return
         if self.implementation in (FUSED, COMPILED) or rates is not None:
@@ -74,6 +75,12 @@ class Update:
             move_counters(self.optimizer)
         with self._switched(None):
             yield
+
+    def _merges(self) -> bool:
+        """Whether groups are merged; not for hooks, which may change one group or read all."""
+        own = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        of_all = module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks
+        return self.merge and not (own or of_all)
 
     def _own_rates(self) -> list[Tensor]:
         devices = [device_of(group) for group in self.optimizer.param_groups]
@@ -124,6 +131,7 @@ class Update:
         implementation = self._possible()
         switched: list[dict[str, Any]] = []
         together: list[dict[str, Any]] = []
+        merges, versions = self._merges(), [rate._version for rate in rates or ()]
         try:
             for i, group in enumerate(groups):
                 switched.append(self._switches(group, rates is not None, implementation))
@@ -134,17 +142,15 @@ class Update:
                 setattr(optimizer, _WARNED, True)
             if implementation == FUSED:
                 setattr(optimizer, _SCALES, True)
-            if self.merge:
+            if merges:
                 together = merged(groups, found)
                 optimizer.param_groups = [dict(group) for group in together]
             yield
         finally:
-            if self.merge:
+            if merges:
                 _write_back(together, optimizer.param_groups, groups)
             optimizer.param_groups = groups
-            # Only the switches: some optimizers count their steps in their groups.
-            for group, before, keys in zip(groups, found, switched, strict=False):
-                group.update({key: before[key] for key in keys})
+            _restore(groups, found, switched, versions)
             for name in (_WARNED, _SCALES):
                 if name in marks:
                     setattr(optimizer, name, marks[name])
@@ -173,8 +179,29 @@ class Update:
         return {key: value for key, value in wanted.items() if key in group}
 
 
+def _restore(
+    groups: Sequence[dict[str, Any]],
+    found: Sequence[dict[str, Any]],
+    switched: Sequence[dict[str, Any]],
+    versions: Sequence[int],
+) -> None:
+    """Restores the switches only, since some optimizers count their steps in their groups.
+
+    A learning rate that a hook has replaced or written to, by the versions of our tensors, stays.
+    """
+    for i, (group, before, keys) in enumerate(zip(groups, found, switched, strict=False)):
+        rate: Any = group.get("lr")
+        group.update({key: before[key] for key in keys})
+        if "lr" in keys and rate is not keys["lr"]:
+            group["lr"] = rate
+        elif "lr" in keys and rate._version != versions[i]:
+            group["lr"] = rate.item()
+
+
 class GroupRates:
-    """Learning rates of an optimizer's groups as float32 scalars, on the parameters' devices.
+    """Learning rates of an optimizer's groups as scalars, on the parameters' devices.
+
+    They are float64 for float64 parameters, else float32.
 
     Args:
         optimizer: optimizer of the groups; groups added later need a new object.
@@ -186,7 +213,7 @@ class GroupRates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors = [
-            torch.empty((), dtype=torch.float32, device=device_of(group))
+            torch.empty((), dtype=_rate_dtype(group), device=device_of(group))
             for group in optimizer.param_groups
         ]
         self._numbers: list[Any] = [None] * len(self.tensors)
@@ -204,6 +231,11 @@ class GroupRates:
                 held.fill_(rate)
                 self._numbers[i] = rate
         return self.tensors
+
+
+def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    wide = (torch.float64, torch.complex128)
+    return torch.float64 if any(p.dtype in wide for p in group["params"]) else torch.float32
 
 
 def number(rate: Any) -> Any:

@@ -42,6 +42,8 @@ class TrainingStep:
         update: makes the `Update` that takes the optimizer's step; None for the optimizer's own.
         captured: wraps the eager step in one that replays CUDA graphs; None to run it eagerly.
         compiled_loss: makes the compiled form of a loss; None to call the loss itself.
+        autocast: whether the model runs under autocast, and may leave the conversion of its output
+            to a compiled loss.
     """
 
     loss: Loss
@@ -49,6 +51,7 @@ class TrainingStep:
     update: Callable[[torch.optim.Optimizer], Update] | None = None
     captured: Callable[[EagerStep], Callable[..., torch.Tensor]] | None = None
     compiled_loss: Callable[[Loss], CompiledLoss] | None = None
+    autocast: bool = False
 
     @property
     def called_loss(self) -> Loss:
@@ -265,6 +268,7 @@ class Workload:
             optimizer,
             update=None if update is None else update(optimizer),
             compiled_loss=None if compiled is None else compiled(loss_of),
+            autocast=self.training_step.autocast,
         )
         captured = self.training_step.captured
         step = eager if captured is None else captured(eager)
