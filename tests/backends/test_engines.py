@@ -101,6 +101,46 @@ def test_inputs_unlike_those_of_conversion_are_computed_alike(name):
             torch.testing.assert_close(found.to(expected.dtype), expected)
 
 
+class Small(nn.Module):
+    """Adds and multiplies by constants that are almost 0 and almost 1."""
+
+    def forward(self, x):
+        return (
+            (x.relu() + 1e-9).log(),
+            x / (x.norm(dim=0) + 1e-8),
+            x * (1 + 8e-6),
+            x - 1e-8,
+            x / 1.000008,
+        )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_small_constants_count(name):
+    model = Small().eval()
+    run = RUNS[name](Workload(model, (torch.randn(8),)))
+    for given in (torch.zeros(8), torch.full((8,), 1e-8), torch.randn(8)):
+        for found, expected in zip(run([given]), model(given), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+
+
+class Attention(nn.Module):
+    def forward(self, x, mask):
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=mask)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+@pytest.mark.parametrize("name", RUNS)
+def test_attention_is_zero_where_the_mask_allows_nothing(name, boolean):
+    model, x = Attention().eval(), torch.randn(2, 3, 5, 8)
+    allowed = torch.rand(2, 1, 5, 5) > 0.3
+    allowed[1, :, 2] = False
+    mask = allowed if boolean else torch.zeros(2, 1, 5, 5).masked_fill(~allowed, -torch.inf)
+    run = RUNS[name](Workload(model, (x, torch.ones_like(mask))))
+    (found,) = run([x, mask])
+    torch.testing.assert_close(found, model(x, mask))
+    assert not found[1, :, 2].any()
+
+
 @BOTH
 def test_results_of_earlier_calls_stay(name):
     workload = tokens()

@@ -100,6 +100,41 @@ def test_where_float64_cannot_run_the_reference_is_float32_and_says_so():
     assert "relative error" in _verdict(workload, lambda x: x * 2.1)
 
 
+class Embedded(nn.Module):
+    """Converts an input to float32 for sines, and creates a table in the default dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, times):
+        waves = times.float()[:, None] * torch.arange(1, 5, dtype=torch.float32)
+        return self.layer(torch.cat([waves.sin(), waves.cos()], 1) @ torch.eye(8))
+
+
+class ReadsBits(Embedded):
+    def forward(self, times):
+        return super().forward(times) + self.layer.weight[0, 0].float().view(torch.int32)
+
+
+def test_what_a_model_converts_to_float32_is_float64_in_the_reference():
+    torch.manual_seed(0)
+    workload = Workload(Embedded().eval(), torch.randint(1000, (4,)))
+    data, reference = make_reference(workload, 0)
+    assert (reference.precision, reference.note) == ("float64", "")
+    assert 1e-9 < reference.error.relative_l2 < 1e-4
+    assert data["own"][0][0].dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_model_that_reads_the_bits_of_numbers_has_its_reference_in_float32():
+    workload = Workload(ReadsBits().eval(), torch.randint(1000, (4,)))
+    _, reference = make_reference(workload, 0)
+    assert reference.precision == "float32"
+    assert "float64 cannot run" in reference.note
+    assert torch.get_default_dtype() == torch.float32
+
+
 # -- inputs -----------------------------------------------------------------------------------
 
 

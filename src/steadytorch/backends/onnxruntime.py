@@ -56,14 +56,43 @@ def convert(exported: Exported) -> dict[str, bytes]:
             raise UnsupportedError(WRITES)
         # The exporter reports its progress on standard output.
         with redirect_stdout(io.StringIO()), without_torchvision_warnings():
-            converted = torch.onnx.export(program, dynamo=True, verbose=False)
+            converted = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False)
     if converted is None:
         raise UnsupportedError("PyTorch's exporter returned no model")
+    _simplify(converted.model)
     try:
         data = converted.model_proto.SerializeToString()
     except ValueError as error:  # protobuf's own limit
         raise UnsupportedError(f"the model exceeds ONNX's limit of 2 GiB: {error}") from error
     return {MODEL: data}
+
+
+def _simplify(model: Any) -> None:
+    """Folds constants, batch norms and nested clamps, as far as results stay the same.
+
+    The exporter's own optimisation is off. It drops sums with constants up to 1e-8 and products
+    with constants within 1e-5 of 1, so `x / (norm + 1e-8)` was NaN for `x = 0`.
+    """
+    from onnxscript import optimizer, rewriter
+    from onnxscript.rewriter.rules import common
+
+    kept = (
+        common.fuse_batchnorm_into_conv_rule,
+        common.fuse_batchnorm_into_conv_transpose_rule,
+        common.fuse_batchnorm_into_gemm_rule,
+        common.max_max_rule,
+        common.max_min_rule,
+        common.min_max_rule,
+        common.min_min_rule,
+        common.successive_clip_relu_rule,
+        common.successive_clip_rule,
+        common.successive_relu_clip_rule,
+        common.successive_relu_rule,
+    )
+    optimizer.inline(model)
+    optimizer.fold_constants(model, onnx_shape_inference=True)
+    rewriter.rewrite(model, pattern_rewrite_rules=kept)
+    optimizer.remove_unused_nodes(model)
 
 
 REGISTRATION = "torch.onnx._internal.exporter._registration"

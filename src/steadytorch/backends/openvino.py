@@ -67,6 +67,7 @@ def convert(exported: Exported) -> dict[str, bytes]:
         if operator in table and operator not in _WRONG:
             table.pop(operator)
     table.update(dict.fromkeys(_FLOOR_DIVISIONS, _floor_divided))
+    table[torch.ops.aten.scaled_dot_product_attention.default] = _Attention()
     with torch.no_grad():
         program = exported.program.run_decompositions(table)
     signature = program.graph_signature
@@ -90,6 +91,38 @@ def _floor_divided(number: Any, by: Any, rounding_mode: str | None = "floor") ->
         return NotImplemented
     whole = number - torch.remainder(number, by)
     return torch.div(whole, by, rounding_mode="trunc")
+
+
+class _Attention:
+    """Attention that is 0 where a mask allows nothing, as in PyTorch; OpenVINO 2026.4 gives NaN.
+
+    Calls without a mask stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._is_inside = False
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        *args: Any,
+        **how: Any,
+    ) -> Any:
+        if attn_mask is None or self._is_inside:
+            return NotImplemented
+        is_bool = attn_mask.dtype == torch.bool
+        allowed = (attn_mask if is_bool else attn_mask > -torch.inf).any(-1, keepdim=True)
+        mask = attn_mask | ~allowed if is_bool else torch.where(allowed, attn_mask, 0.0)
+        self._is_inside = True
+        try:
+            attention = torch.ops.aten.scaled_dot_product_attention.default
+            found = attention(query, key, value, mask, *args, **how)
+        finally:
+            self._is_inside = False
+        return torch.where(allowed, found, 0.0)
 
 
 def load(parts: Mapping[str, Any], form: Form, precision: str, threads: int, pinned: bool) -> Run:

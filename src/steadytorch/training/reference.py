@@ -50,6 +50,7 @@ from steadytorch.verification.verify import (
     REPEATABLE,
     Arguments,
     fresh_inputs,
+    in_float64,
     widening,
     without_tf32,
 )
@@ -182,7 +183,11 @@ def _higher(workload: Workload, start: Start, sets: Sequence[Arguments], draws: 
         take = partial(_from, workload, start)
         runs = [take(i, given) for i, given in enumerate(sets)]
         return _Higher(runs, take, "float32", "the step draws random numbers")
-    take, precision, problem = partial(_widened, workload, start), "float64", ""
+    precision, problem = "float64", ""
+
+    def take(number: int, arguments: Arguments) -> Passes:
+        return in_float64(partial(_widened, workload, start, number, arguments))
+
     try:
         runs = [take(i, given) for i, given in enumerate(sets)]
     except (RuntimeError, TypeError, ValueError) as error:

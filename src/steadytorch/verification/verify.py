@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadytorch.errors import first_line
 from steadytorch.runtime.agreement import (
@@ -36,6 +38,8 @@ from steadytorch.workload.opened import opened, tensors_in_caches
 from steadytorch.workload.signature import CONSTANTS, map_tensors, strides_of, tensors_of
 from steadytorch.workload.slots import slots_of
 from steadytorch.workload.workload import Workload
+
+T = TypeVar("T")
 
 INPUT_SETS = 3
 """Number of random input sets per verification."""
@@ -242,11 +246,12 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         own = [outputs for outputs, _ in called]
         again, nested_again = _outputs(workload.model, sets[0])
         unit = unit_roundoff(workload.model, sets[0])
+        run = partial(_outputs_in, workload=workload, sets=[*sets, sets[0]])
         try:
-            runs, precision = _outputs_in(torch.float64, workload, [*sets, sets[0]]), "float64"
+            runs, precision = in_float64(partial(run, torch.float64)), "float64"
         except (RuntimeError, TypeError, ValueError) as error:
             notes.append(f"float64 cannot run ({first_line(error, 120)})")
-            runs, precision = _outputs_in(torch.float32, workload, [*sets, sets[0]]), "float32"
+            runs, precision = run(torch.float32), "float32"
     reference, reference_again = runs[:-1], runs[-1]
     error = worst(output_error(o, r) for o, r in zip(own, reference, strict=True))
     noise = output_error(again, own[0]).relative_l2
@@ -269,6 +274,48 @@ def make_reference(workload: Workload, seed: int) -> tuple[dict[str, Any], Refer
         "nesting": [nested_as for _, nested_as in called],
     }
     return data, Reference(error, precision, repeatable, fresh, "; ".join(notes), roundoff=unit)
+
+
+def in_float64(run: Callable[[], T]) -> T:
+    """Runs a model in float64; where that fails, without the model's conversions to float32.
+
+    Args:
+        run: calls a model whose weights and inputs are float64.
+
+    Raises:
+        Exception: what the model raised, with its conversions.
+    """
+    try:
+        return run()
+    except (RuntimeError, TypeError, ValueError):
+        with suppress(RuntimeError, TypeError, ValueError), _Widening():
+            return run()
+        raise
+
+
+class _Widening(TorchDispatchMode):
+    """Makes float64 what a model converts to float32, or creates in the default dtype.
+
+    Many models compute sines, norms or a softmax behind `.float()`, and multiply the result by
+    weights.
+    """
+
+    def __enter__(self) -> _Widening:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.set_default_dtype(self._default)
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.view.dtype:
+            raise RuntimeError("it reads the bits of numbers")
+        if kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 def _explained(
