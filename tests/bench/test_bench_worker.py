@@ -78,6 +78,13 @@ def test_a_workload_that_cannot_be_pickled_is_a_usage_error(workload, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_a_usage_error(tmp_path):
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"TorchScript module.*pass the module that it was made"):
+        save_payload(Workload(scripted, torch.randn(1, 2)), tmp_path)
+
+
 @pytest.mark.parametrize("metric", ["latency", "period"])
 def test_every_iteration_of_a_series_is_a_sample(loaded, metric):
     step = Step(0.001)

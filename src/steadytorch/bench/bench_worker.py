@@ -63,6 +63,11 @@ def save_payload(workload: Workload, directory: Path) -> None:
     Raises:
         UsageError: the workload cannot be pickled.
     """
+    if isinstance(workload.model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"{workload.name} is a TorchScript module, which cannot be sent to a worker process: "
+            "pass the module that it was made from"
+        )
     try:
         serialization.save(workload, directory / PAYLOAD)
     except (OSError, SteadyError):

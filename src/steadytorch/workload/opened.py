@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,14 +101,10 @@ def is_closed(value: Any) -> bool:
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a cache of Hugging Face transformers, or a layer of a cache."""
-    return _is_cache(type(value))
-
-
-@lru_cache(maxsize=1024)
-def _is_cache(kind: type) -> bool:
+    # Not remembered: Dynamo would warn of an `lru_cache`.
     return any(
         base.__name__ in _CACHES and base.__module__ == "transformers.cache_utils"
-        for base in kind.__mro__
+        for base in type(value).__mro__
     )
 
 
