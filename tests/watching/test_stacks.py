@@ -106,10 +106,9 @@ def test_lines_that_hold_the_lock_are_seen_and_the_switch_interval_restored(monk
     found = sys.getswitchinterval()
 
     def own_code():
-        total = 0
-        for index in range(30_000):  # one to two milliseconds
-            total += index
-        return total
+        until_ns = time.perf_counter_ns() + 3_000_000  # several switch intervals
+        while time.perf_counter_ns() < until_ns:
+            pass
 
     def work():
         own_code()
