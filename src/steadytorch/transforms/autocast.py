@@ -22,7 +22,7 @@ from steadytorch.transforms.traits import (
     refuse_if,
 )
 from steadytorch.workload.containers import BorrowedArguments, holds_containers
-from steadytorch.workload.narrow_output import left_narrow, narrow_output
+from steadytorch.workload.narrow_output import is_asked, left_narrow, narrow_output
 from steadytorch.workload.signature import map_tensors
 from steadytorch.workload.workload import Workload
 
@@ -111,6 +111,8 @@ class AutocastModel(Scoped):
         An output that only a compiled loss takes is left to it, see `narrow_output`.
         """
         if not holds_containers((*args, *kwargs.values())):
+            if not is_asked():
+                return map_tensors(self._out, super().__call__(*args, **kwargs))
             with narrow_output(allowed=False):  # for models inside, which other plans may serve
                 output = super().__call__(*args, **kwargs)
             if left_narrow(output, self.dtype, self.outer):

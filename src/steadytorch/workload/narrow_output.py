@@ -40,6 +40,11 @@ def narrow_output(allowed: bool) -> Iterator[NarrowOutput]:
         _taker.reset(token)
 
 
+def is_asked() -> bool:
+    """Whether the call is inside a block that allows 16-bit outputs."""
+    return _taker.get() is not None
+
+
 def left_narrow(output: object, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether an output stays in 16 bits, because the loss converts it.
 
