@@ -23,7 +23,7 @@ class Logged(nn.Module):
         self.sum = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(8):
+        for _ in range(2):
             x = self.layer(x)
         if self.keeps:
             self.seen.append(x.clone())

@@ -73,6 +73,7 @@ OF_CODE = frozenset(
 OPTIONS = {
     "idle-ramp": {"pause": "25ms", "budget": "6s"},
     "lazy-loading": {"budget": "2s"},
+    "memory-growth": {"budget": "6s"},
     "clock-throttled": {"budget": "4s"},
     "neighbour-process": {"budget": "4s"},
 }
