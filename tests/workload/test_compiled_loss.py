@@ -296,17 +296,20 @@ def test_not_a_number_times_zero_is_none(zero):
 
 
 def test_hooks_on_all_modules_are_called(uncompiled):
-    calls = []
     called = CompiledLoss(nn.CrossEntropyLoss())
     given = torch.randn(4, 10), torch.arange(4)
-    called(*given)
-    handle = register_module_forward_hook(lambda *_: calls.append(1))
+
+    def doubled(module, args, loss):
+        return 2 * loss if isinstance(module, nn.CrossEntropyLoss) else None
+
+    before = called(*given)
+    handle = register_module_forward_hook(doubled)
     try:
-        called(*given)
+        hooked = called(*given)
     finally:
         handle.remove()
-    called(*given)
-    assert calls == [1]
+    torch.testing.assert_close(hooked, 2 * before)
+    torch.testing.assert_close(called(*given), before)
     assert called.fallback is None
 
 
