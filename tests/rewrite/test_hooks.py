@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from steadytorch.errors import UnsupportedError
-from steadytorch.rewrite.hooks import hooks_on_all, is_hooked
 from steadytorch.runtime import benchmark_mode as switch
 from steadytorch.transforms.base import NotApplicable
 from steadytorch.transforms.compile import Compile
@@ -14,6 +13,7 @@ from steadytorch.transforms.cuda_graph import CudaGraph
 from steadytorch.transforms.cudnn_engines import CudnnEngines
 from steadytorch.transforms.fold_batch_norm import FoldBatchNorm, foldable_pairs
 from steadytorch.transforms.fused_kernels import FusedKernels
+from steadytorch.workload.hooks import hooks_on_all, is_hooked
 from steadytorch.workload.workload import Workload
 
 ON_ALL = [register_module_forward_hook, register_module_forward_pre_hook]

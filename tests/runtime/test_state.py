@@ -56,6 +56,18 @@ def test_state_left_by_a_call_is_detected_and_restored(change):
     assert not hasattr(model.layer, "last")
 
 
+def test_restoring_writes_to_what_changed_alone():
+    model = Model()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    state, before = State([model], keep=True), model.hidden._version
+    model.calls += 1
+    model.memory.add_(1)
+    state.restore()
+    assert model.hidden._version == before
+    assert model.memory.tolist() == [0, 0]
+    assert torch.equal(model.graph.to_dense(), torch.eye(3))
+
+
 def test_no_more_is_kept_than_is_allowed_wherever_it_is_held():
     model = Model()
     model.cache = [torch.zeros(100)]

@@ -313,6 +313,22 @@ def test_hooks_on_all_modules_are_called(uncompiled):
     assert called.fallback is None
 
 
+def test_our_own_hooks_leave_it_compiled(uncompiled, monkeypatch):
+    """A run may be watched, which puts hooks on all modules."""
+    called = CompiledLoss(nn.CrossEntropyLoss())
+    monkeypatch.setattr(called, "_own", None)
+
+    def watch(module, args, output):
+        return None
+
+    watch.__module__ = "steadytorch.watching.watch"
+    handle = register_module_forward_hook(watch)
+    try:
+        assert called(torch.randn(4, 10), torch.arange(4)).isfinite()
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("prints", [False, True])
 def test_views_of_one_output_stay_views(uncompiled, prints):
     def loss(outputs, targets):
@@ -415,13 +431,15 @@ def test_an_output_in_16_bits_is_converted_by_the_compiled_loss(uncompiled, loss
     assert all(map(torch.equal, found, right))
 
 
-def test_a_model_inside_returns_what_it_does_elsewhere(uncompiled):
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_model_inside_returns_what_it_does_elsewhere(uncompiled, in_list):
     """Only the plan's own autocast may leave its output to the loss."""
     inner = AutocastModel(nn.Linear(8, 10), "cpu", torch.bfloat16, torch.float32)
     seen = []
 
     class Outer(nn.Module):
-        def forward(self, x):
+        def forward(self, given):
+            x = given[0] if in_list else given
             seen.append(inner(x).dtype)
             return inner(x)
 
@@ -432,7 +450,8 @@ def test_a_model_inside_returns_what_it_does_elsewhere(uncompiled):
         optimizer = torch.optim.SGD(inner.model.parameters(), lr=0.1)
         compiled = Watched(wide_loss)
         step = EagerStep(model, wide_loss, optimizer, compiled_loss=compiled, autocast=autocast)
-        step((torch.randn(4, 8),), {}, (torch.arange(4),))
+        x = torch.randn(4, 8)
+        step(([x] if in_list else x,), {}, (torch.arange(4),))
         assert compiled.seen == [torch.float32]
     assert seen == [torch.float32] * 2
 

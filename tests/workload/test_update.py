@@ -239,6 +239,23 @@ def test_hooks_of_a_merging_step_see_the_callers_groups(of_all):
     assert counts == [2]
 
 
+def test_groups_are_merged_beside_our_own_hooks():
+    model, counts = nn.Linear(2, 2), []
+    made = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+
+    def watch(optimizer, args, kwargs):
+        counts.append(len(optimizer.param_groups))
+
+    watch.__module__ = "steadytorch.watching.watch"
+    handle = register_optimizer_step_pre_hook(watch)
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+        Update(made, FOREACH, merge=True)()
+    finally:
+        handle.remove()
+    assert counts == [1]
+
+
 def test_rates_of_float64_parameters_are_float64():
     layers = nn.Linear(2, 2).double(), nn.Linear(2, 2)
     made = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1} for layer in layers])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import clean
-from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
+from steadytorch.workload.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.slots import slots_of
 
 MOST_OBJECTS = 100_000

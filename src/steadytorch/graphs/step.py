@@ -36,10 +36,10 @@ from steadytorch.graphs.checks import Snapshot, synchronisations
 from steadytorch.graphs.recording import first_cause, recording, release_frames
 from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.static_buffers import feeder, static_inputs
-from steadytorch.rewrite.hooks import BACKWARD as BACKWARD_HOOKS
-from steadytorch.rewrite.hooks import FORWARD
 from steadytorch.workload.contents import Contents, contents, kept_attributes, same, version
 from steadytorch.workload.generators import host_states
+from steadytorch.workload.hooks import BACKWARD as BACKWARD_HOOKS
+from steadytorch.workload.hooks import FORWARD
 from steadytorch.workload.reads import modules_read
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.step import EagerStep

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from steadytorch.rewrite.hooks import BACKWARD, FORWARD
+from steadytorch.workload.hooks import BACKWARD, FORWARD
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

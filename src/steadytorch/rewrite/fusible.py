@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from steadytorch.kernels.bias_add_relu import bias_add_relu
 from steadytorch.kernels.conv_relu_max_pool import is_stem
 from steadytorch.kernels.relu_max_pool import relu_max_pool2d
-from steadytorch.rewrite.hooks import is_hooked
+from steadytorch.workload.hooks import is_hooked
 
 _POOLINGS = (F.max_pool2d, torch.max_pool2d)
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_)

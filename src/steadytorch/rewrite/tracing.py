@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError
 from steadytorch.rewrite.copying import copy_with
-from steadytorch.rewrite.hooks import GRAPH_LACKS, is_hooked
+from steadytorch.workload.hooks import GRAPH_LACKS, is_hooked
 from steadytorch.workload.opened import is_closed, opened
 from steadytorch.workload.workload import Workload
 

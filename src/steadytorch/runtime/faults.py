@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from steadytorch.rewrite.hooks import BACKWARD, ON_ALL, hooks_of
+from steadytorch.workload.hooks import BACKWARD, ON_ALL, hooks_of
 
 _OURS = frozenset({"torch", "triton", "steadytorch", "cudnn", "numpy", "msgspec", "builtins"})
 """Packages whose exceptions an executor may raise, besides those of the standard library."""

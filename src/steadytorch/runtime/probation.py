@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from steadytorch.rewrite.copying import MOST_OWN_BYTES
-from steadytorch.rewrite.hooks import hooks_of
 from steadytorch.runtime.canary import Canary, Recheck, Verdict
 from steadytorch.runtime.executors import Executor
 from steadytorch.runtime.faults import Raised, is_callers
 from steadytorch.runtime.state import DRAWS, KEEPS_STATE, Draws, State
 from steadytorch.runtime.weights import Weights
+from steadytorch.workload.hooks import hooks_of
 
 WRITES = "the model writes to its own buffers when called"
 

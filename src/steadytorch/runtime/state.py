@@ -105,7 +105,8 @@ class State:
     def _restore_contents(self) -> None:
         with torch.no_grad():
             for tensor, copy in self._copies:
-                if not torch.equal(tensor, copy):  # else writing would look like a change
+                # Writing equal numbers would look like a change. Sparse tensors are not compared.
+                if tensor.layout != torch.strided or not torch.equal(tensor, copy):
                     tensor.copy_(copy)
         for array, copy in self._arrays:
             memory = memory_of(array)

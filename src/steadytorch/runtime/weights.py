@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
-from steadytorch.rewrite.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.workload.contents import checksum, kept_attributes, memory_of
+from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.workload.reads import Reads, reads_of
 
 SAMPLES = 256

@@ -111,16 +111,20 @@ class AutocastModel(Scoped):
         An output that only a compiled loss takes is left to it, see `narrow_output`.
         """
         if not holds_containers((*args, *kwargs.values())):
-            if not is_asked():
-                return map_tensors(self._out, super().__call__(*args, **kwargs))
-            with narrow_output(allowed=False):  # for models inside, which other plans may serve
-                output = super().__call__(*args, **kwargs)
+            output = self._run(*args, **kwargs)
             if left_narrow(output, self.dtype, self.outer):
                 return output
             return map_tensors(self._out, output)
         borrowed = BorrowedArguments((args, kwargs))
         args, kwargs = borrowed.arguments
-        return borrowed.give_back(super().__call__(*args, **kwargs), self._out)
+        return borrowed.give_back(self._run(*args, **kwargs), self._out)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; models inside it, which other plans may serve, convert their outputs."""
+        if not is_asked():
+            return super().__call__(*args, **kwargs)
+        with narrow_output(allowed=False):
+            return super().__call__(*args, **kwargs)
 
     def _out(self, tensor: torch.Tensor) -> torch.Tensor:
         return cast(tensor, self.outer) if tensor.dtype == self.dtype else tensor

@@ -12,10 +12,10 @@ from torch import nn
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.rewrite.copying import copy_with
-from steadytorch.rewrite.hooks import is_hooked
 from steadytorch.rewrite.tracing import traced
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import decide, no_copy, untraceable
+from steadytorch.workload.hooks import is_hooked
 from steadytorch.workload.workload import Workload
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -16,7 +16,7 @@ from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError
 from steadytorch.transforms.base import Applicable, NotApplicable, Risk, Transform
 from steadytorch.transforms.traits import Objection, decide
-from steadytorch.workload.update import Update, merged
+from steadytorch.workload.update import Update, is_float64, merged
 from steadytorch.workload.workload import Workload
 
 FOR_TRAINING = "training only: inference has no optimizer"
@@ -74,9 +74,8 @@ class OptimizerStep(Transform):
         if wanted == "compiled":
             odd = isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam))
             yield odd, f"{kind} cannot be compiled"
-            wide = (torch.float64, torch.complex128)
-            is_wide = any(p.dtype in wide for group in groups for p in group["params"])
-            yield is_wide, "its parameters are float64, and compiled steps count in float32"
+            wide = any(map(is_float64, groups))
+            yield wide, "its parameters are float64, and compiled steps count in float32"
             # The others already run one kernel per tensor list; compiling would not reduce that.
             yield "capturable" not in has, f"{kind} cannot read its learning rate from the device"
 

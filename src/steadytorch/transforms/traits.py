@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.errors import UnsupportedError, first_line
-from steadytorch.rewrite.hooks import hooks_of, hooks_on_all
 from steadytorch.transforms.base import Applicable, NotApplicable
+from steadytorch.workload.hooks import hooks_of, hooks_on_all
 from steadytorch.workload.signature import CONSTANTS, tensors_of
 from steadytorch.workload.workload import Workload
 

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.modules.module as hooks
 from torch import Tensor
 
 from steadytorch.errors import one_line
+from steadytorch.workload.hooks import ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.workload.indices import Indices, checked, find_indices
 from steadytorch.workload.private_entry import private_entry
 from steadytorch.workload.reads import Reads
@@ -22,6 +22,7 @@ from steadytorch.workload.signature import map_tensors, tensors_of
 _MOST_COMPILED = 2
 """Maximum number of times that a loss is compiled: one that reads a number that changes at every
 step would compile at every step."""
+_ON_ALL = (*ON_ALL, *ON_ALL_BACKWARD)
 _AS_EAGER = {
     "skip_nnmodule_hook_guards": False,  # hooks on modules of the loss may come later
     "rewrite_assert_with_torch_assert": False,  # a failed assert in a kernel ends the CUDA context
@@ -66,7 +67,7 @@ class CompiledLoss:
         from torch._dynamo import config
 
         # Dynamo has no guards on hooks of all modules.
-        if self.fallback is not None or hooks._has_any_global_hook():
+        if self.fallback is not None or (any(_ON_ALL) and hooks_on_all(_ON_ALL)):
             return self._own(output, targets, dtype)
         form = [(t.shape, t.dtype, t.device) for t in tensors_of((output, targets))]
         if dtype is not None:

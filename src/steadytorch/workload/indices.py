@@ -124,6 +124,10 @@ class _Check(NamedTuple):
     allowed: Range
 
 
+def _is_check_of(allowed: Range | None, part: _Step | _Check) -> bool:
+    return isinstance(part, _Check) and part.allowed == allowed
+
+
 class Indices:
     """The indices and divisors of a call, and other integers that have a range.
 
@@ -148,7 +152,7 @@ class Indices:
     ) -> None:
         self.given, self._program = dict(given), tuple(program)
         self._constants = dict(constants or {})
-        is_checked = any(isinstance(p, _Check) and p.allowed == within for p in self._program)
+        is_checked = any(_is_check_of(within, part) for part in self._program)
         self.within = within if is_checked else None
 
     def __bool__(self) -> bool:
@@ -172,12 +176,9 @@ class Indices:
         failed: list[_Check] = []
         if self._program and self._repeated(tensors, failed):
             return Indices(given)  # a step raised
-        kept = [part for part in self._program if part not in failed or self._keeps(part)]
+        kept = [p for p in self._program if p not in failed or _is_check_of(self.within, p)]
         is_needed = any(isinstance(part, _Check) for part in kept)
         return Indices(given, kept if is_needed else (), self._constants, self.within)
-
-    def _keeps(self, part: _Step | _Check) -> bool:
-        return isinstance(part, _Check) and part.allowed == self.within
 
     @torch.no_grad()
     def _repeated(self, tensors: Sequence[Any], failed: list[_Check] | None = None) -> bool:
@@ -488,8 +489,9 @@ class _Tape:
         """The checks and the steps that they need, in order, and the constants of these by slot."""
         parts = self._needed(self._parts)
         if not _is_short(parts):
-            wanted = [p for p in self._parts if not self._is_optional(p.what)]
-            parts = self._needed(wanted)
+            parts = self._needed(
+                [part for part in self._parts if not _is_check_of(self._within, part.what)]
+            )
         if not _is_short(parts):
             return [], {}
         held = {slot: live.get(key, tensor) for key, (tensor, slot) in self._slots.items()}
@@ -498,9 +500,6 @@ class _Tape:
             constants |= {slot: held[slot] for slot in part.reads - known}
             known |= part.reads.union(part.what.results if isinstance(part.what, _Step) else ())
         return [part.what for part in parts], constants
-
-    def _is_optional(self, what: _Step | _Check) -> bool:
-        return isinstance(what, _Check) and what.allowed == self._within
 
     def _needed(self, recorded: Sequence[_Part]) -> list[_Part]:
         """The checks among parts, and the steps before them on which they depend."""

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.optim.optimizer as module
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from steadytorch.errors import first_line
+from steadytorch.workload.hooks import hooks_on_all
 
 OWN, FUSED, FOREACH, COMPILED = "own", "fused", "foreach", "compiled"
 _WARNED = "_warned_capturable_if_run_uncaptured"
@@ -78,9 +79,10 @@ class Update:
 
     def _merges(self) -> bool:
         """Whether groups are merged; not for hooks, which may change one group or read all."""
-        own = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
-        of_all = module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks
-        return self.merge and not (own or of_all)
+        optimizer, on_all = self.optimizer, torch_optimizer
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        registries = on_all._global_optimizer_pre_hooks, on_all._global_optimizer_post_hooks
+        return self.merge and not (hooks or hooks_on_all(registries))
 
     def _own_rates(self) -> list[Tensor]:
         devices = [device_of(group) for group in self.optimizer.param_groups]
@@ -213,7 +215,11 @@ class GroupRates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors = [
-            torch.empty((), dtype=_rate_dtype(group), device=device_of(group))
+            torch.empty(
+                (),
+                dtype=torch.float64 if is_float64(group) else torch.float32,
+                device=device_of(group),
+            )
             for group in optimizer.param_groups
         ]
         self._numbers: list[Any] = [None] * len(self.tensors)
@@ -233,9 +239,9 @@ class GroupRates:
         return self.tensors
 
 
-def _rate_dtype(group: Mapping[str, Any]) -> torch.dtype:
-    wide = (torch.float64, torch.complex128)
-    return torch.float64 if any(p.dtype in wide for p in group["params"]) else torch.float32
+def is_float64(group: Mapping[str, Any]) -> bool:
+    """Whether any parameter of a group is float64, or complex of two such numbers."""
+    return any(p.dtype in (torch.float64, torch.complex128) for p in group["params"])
 
 
 def number(rate: Any) -> Any:

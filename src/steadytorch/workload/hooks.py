@@ -1,4 +1,4 @@
-"""Finds module hooks and global hooks that a rewritten model might not call."""
+"""Finds module hooks and global hooks that other code than the model's might not call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWN = "steadytorch."
 
 
 def hooks_on_all(registries: Iterable[Mapping[Any, Any]] = ON_ALL) -> tuple[Any, ...]:
-    """Return the global hooks of these registries, which run around every module of the process.
+    """Return the global hooks of these registries, which run around every module or optimizer.
 
     This package's own hooks are left out, since they only observe: `benchmark_mode`, for example,
     counts the convolutions that PyTorch runs.
