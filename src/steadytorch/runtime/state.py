@@ -63,7 +63,9 @@ class State:
         held = chain(*(found.values() for found in self._seen), self._read) if keep else ()
         items = [item for each in held for item in each[2]]
         arrays = [(each, memory) for each in items if (memory := memory_of(each)) is not None]
-        size = sum(each.nbytes for each in (*kept, *(memory for _, memory in arrays)))
+        # Sparse tensors count as dense ones: they have no `nbytes`.
+        size = sum(t.numel() * t.element_size() for t in kept)
+        size += sum(memory.nbytes for _, memory in arrays)
         self.restorable = keep and size <= most
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
         # Memory is not kept itself, as a `bytearray` could not grow then.
