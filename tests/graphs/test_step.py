@@ -782,6 +782,16 @@ def test_a_closed_step_goes_on_eagerly():
     assert_same(found, (plain, net2, inner2, train(plain, batches(12))))
 
 
+@pytest.mark.parametrize(("sizes", "recordings"), [((4, 5, 6), 5), ((6, 5, 4), 3)])
+def test_graphs_of_smaller_batches_are_recorded_anew_after_larger_ones(sizes, recordings):
+    data = [batch for size in (*sizes, *sizes) for batch in batches(8, size)]
+    one, other = both(data)
+    step = one[0]
+    assert reasons(step) == set()
+    assert step.graphs == recordings
+    assert_same(one, other)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_exception_while_recording_leaves_no_gradients(accumulate, tmp_path):
     calls = os.open(tmp_path / "calls", os.O_WRONLY | os.O_CREAT)  # no state of the loss

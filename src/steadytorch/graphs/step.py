@@ -379,6 +379,7 @@ class CapturedStep:
             entry.feed = feeder(entry.static)
         whole = self._is_whole()
         if first and entry.first is None:
+            self._drop_smaller(entry)
             graph = self._record(entry, update=whole)
             entry.gradients = [p.grad for p in self.step.parameters()]
             if any(g is not None and g.layout != torch.strided for g in entry.gradients):
@@ -394,6 +395,21 @@ class CapturedStep:
             entry.update = self._record(entry, update=True, backward=False)
             made = True
         return made
+
+    def _drop_smaller(self, entry: _Entry) -> None:
+        """Drop all other graphs if this signature is larger; their next steps record them anew.
+
+        All graphs use one memory pool. A graph fits into memory that a larger graph has reserved,
+        while a larger graph reserves most of its memory anew: eleven batch sizes of ResNet-50 in
+        ascending order reserved 1.8 times the memory of the largest alone (H200).
+        """
+        others = [e for e in self._entries.values() if e is not entry and e.has_graphs()]
+        if others and entry.size() > max(other.size() for other in others):
+            torch.cuda.synchronize()
+            for parameter in self.step.parameters():  # in the old graphs' memory
+                parameter.grad = None
+            for other in others:
+                other.reset()
 
     def _is_whole(self) -> bool:
         return self._scope == STEP and self.step.accumulate == 1 and self._updates()
@@ -681,6 +697,10 @@ class _Entry:
     def has_graphs(self) -> bool:
         """Whether the entry holds any graph."""
         return any(graph is not None for graph in (self.first, self.more, self.update))
+
+    def size(self) -> int:
+        """Bytes of all tensors of a micro-batch, once there are static ones."""
+        return sum(tensor.nbytes for tensor in tensors_of(self.static))
 
     def reset(self) -> None:
         """Frees the entry's graphs and their memory."""
