@@ -22,6 +22,7 @@ PLANS = {
     "not frozen": "cast_weights(fp16) + compile(default) + cuda_graph",
     "without a graph": "compile(default, freezing)",
     "engines": "cast_weights(fp16) + channels_last + cudnn_engines + compile(default) + cuda_graph",
+    "combo kernels": "cast_weights(fp16) + compile(default, freezing, combo_kernels) + cuda_graph",
     "max-autotune": "cast_weights(fp16) + compile(max-autotune, freezing) + cuda_graph",
 }
 

@@ -236,6 +236,25 @@ def test_coordinate_descent_is_the_default_and_that():
     assert config.coordinate_descent_tuning is False
 
 
+def test_combo_kernels_are_those_of_inductor():
+    plain, combined = (Compile.Parameters(combo_kernels=each) for each in (False, True))
+    added = inductor_options(combined).items() - inductor_options(plain).items()
+    assert dict(added) == {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
+    assert all(hasattr(config, name) for name, _ in added)
+
+
+def test_combo_kernels_need_a_gpu_and_constants_where_weights_can_be(cpu, gpu, conv_workload):
+    def answer(facts, workload=conv_workload, **parameters):
+        parameters = Compile.Parameters(combo_kernels=True, **parameters)
+        return Compile(parameters).applies_to(workload, facts)
+
+    assert answer(cpu, freezing=True).reason == "combo kernels need a CUDA device"
+    assert answer(gpu, freezing=True) == Applicable()
+    assert answer(gpu).reason == "skipped, the freezing variant covers it"
+    conv_workload.model.train()
+    assert answer(gpu) == Applicable()
+
+
 def test_reduce_overhead_is_not_for_hooked_models(gpu, conv_workload):
     assert variant("reduce-overhead").applies_to(conv_workload, gpu) == Applicable()
     conv_workload.model.register_forward_hook(lambda *given: None)

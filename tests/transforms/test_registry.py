@@ -60,7 +60,8 @@ def test_create_takes_nothing_outside_of_the_closed_list(wrong):
 
 
 def test_create_fills_in_defaults():
-    filled = spec("compile", mode="default", freezing=False, unpadded=False)
+    off = dict.fromkeys(("freezing", "unpadded", "combo_kernels"), False)
+    filled = spec("compile", mode="default", **off)
     assert create(spec("compile")).spec == filled
 
 
@@ -134,7 +135,8 @@ def test_attention_backends_for_float32_need_no_cast(attention_workload):
 def test_variants_are_offered_for_the_device_at_hand(cpu, gpu):
     offered = {str(t.spec) for t in all_variants(gpu)} - {str(t.spec) for t in all_variants(cpu)}
     modes = ("coordinate-descent", "reduce-overhead")
-    assert offered == {f"compile({mode}, freezing)" for mode in modes}
+    combined = {"compile(default, combo_kernels)", "compile(default, freezing, combo_kernels)"}
+    assert offered == combined | {f"compile({mode}, freezing)" for mode in modes}
 
 
 def test_the_registry_and_recorded_indices_leave_the_compiler_unloaded():

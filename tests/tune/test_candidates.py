@@ -200,6 +200,15 @@ def test_at_the_models_own_precision_what_has_a_graph_is_not_late(regime):
 PREFETCH = TransformSpec("prefetch")
 
 
+def test_frozen_code_is_tried_with_combined_kernels_too():
+    combined = single("compile", mode="default", freezing=True, combo_kernels=True)
+    seeds = CandidateSource(
+        [BF16, FROZEN, PLAIN, combined, GRAPH], WORKLOAD, "bf16", "memory-bound"
+    ).seeds()
+    compiled = [c for c in seeds if any(spec.name == "compile" for spec in c)]
+    assert compiled[:2] == [(BF16, FROZEN, GRAPH), (BF16, combined, GRAPH)]
+
+
 @pytest.mark.parametrize(
     ("regime", "available"),
     [

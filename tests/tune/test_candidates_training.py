@@ -43,6 +43,16 @@ def test_training_begins_with_layout_compiler_and_mixed_precision_together(regim
     assert singles == [(AUTOCAST,), (COMPILED,), (LAYOUT,)]
 
 
+def test_steps_are_compiled_with_combined_kernels_and_without():
+    combined = single("compile", mode="default", freezing=False, combo_kernels=True)
+    graph = single("step_graph", scope="step")
+    available = [*OF_TRAINING, combined, graph]
+    seeds = CandidateSource(available, TRAINING, "bf16", "launch-bound").seeds()
+    assert seeds[:2] == [
+        transforms.order([LAYOUT, each, AUTOCAST, graph]) for each in (combined, COMPILED)
+    ]
+
+
 def test_the_loss_is_compiled_with_the_model():
     loss = single("compile_loss")
     for candidate in CandidateSource(

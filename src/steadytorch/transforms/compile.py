@@ -52,7 +52,7 @@ class Compile(Transform):
     """
 
     class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-        """Inductor's mode, whether to freeze weights, and whether to skip padding matrix products.
+        """Inductor's mode, and whether to freeze weights, skip padding or combine kernels.
 
         `coordinate-descent` is the default mode plus a coordinate-descent search over Triton
         configurations, at about twice the set-up time. `max-autotune` includes the
@@ -61,6 +61,11 @@ class Compile(Transform):
         Inductor pads a matrix product to aligned sizes if that product alone gets faster. Copies
         for padding can still make the whole model slower: Swin-T took 3.01 ms padded and 2.87 ms
         unpadded on an H100.
+
+        `combo_kernels` launches up to eight independent kernels as one, each with block sizes of
+        its own. In training, conversions of weights to 16 bits and of gradients to float32 are
+        independent. Recorded training steps on an H200 took 0.90 (BERT) to 1.00 (ViT) of the time,
+        recorded frozen models 0.97 to 1.00. With common block sizes, GPT-2 took 1.3.
         """
 
         mode: Literal["default", "coordinate-descent", "reduce-overhead", "max-autotune"] = (
@@ -68,6 +73,7 @@ class Compile(Transform):
         )
         freezing: bool = False
         unpadded: bool = False
+        combo_kernels: bool = False
 
     name = "compile"
     risk = Risk.EXACT
@@ -102,12 +108,14 @@ class Compile(Transform):
         found = [cls.Parameters("default", True), cls.Parameters("default", False)]
         if facts.device == "cuda":
             found += [cls.Parameters(mode, True) for mode in _FOR_GPUS]
+            found += [cls.Parameters(freezing=each, combo_kernels=True) for each in (True, False)]
         return (*found, cls.Parameters("max-autotune", True), cls.Parameters("max-autotune", False))
 
     def applies_to(self, workload: Workload, facts: DeviceFacts) -> Applicable | NotApplicable:
         """Needs Inductor's compilers; freezing and reduce-overhead are inference only."""
         graphs = self.parameters.mode == "reduce-overhead"
-        autotunes = self.parameters.mode == "max-autotune"
+        combines = self.parameters.combo_kernels
+        extra = combines or self.parameters.mode == "max-autotune"
         no_weights = workload.module is None
         training_mode = workload.module is not None and workload.module.training
         freezing = self.parameters.freezing
@@ -119,13 +127,14 @@ class Compile(Transform):
                 self.parameters.mode in _FOR_GPUS and facts.device != "cuda",
                 f"{self.parameters.mode} needs a CUDA device",
             ),
+            (combines and facts.device != "cuda", "combo kernels need a CUDA device"),
             (graphs and workload.is_training, "reduce-overhead supports inference only"),
             (graphs and hooked(workload)[0], _HOOKED),
             (freezing and no_weights, "a plain callable has no weights to freeze"),
             (freezing and training_mode, "freezing needs a model in evaluation mode"),
             (freezing and workload.is_training, "freezing supports inference only"),
             (freezing and is_steered, why_steered),
-            (autotunes and freezable and not freezing, "skipped, the freezing variant covers it"),
+            (extra and freezable and not freezing, "skipped, the freezing variant covers it"),
         )
 
     @contextmanager
@@ -228,8 +237,11 @@ def inductor_options(parameters: Any) -> dict[str, Any]:
         options: dict[str, Any] = {"coordinate_descent_tuning": True}
     else:
         options = list_mode_options(_MODES.get(parameters.mode, parameters.mode))
-    unpadded = {"shape_padding": False} if parameters.unpadded else {}
-    return {**options, **unpadded, "freezing": parameters.freezing}
+    if parameters.unpadded:
+        options["shape_padding"] = False
+    if parameters.combo_kernels:
+        options |= {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
+    return {**options, "freezing": parameters.freezing}
 
 
 def _backend(parameters: Any, pads: bool) -> Callable[..., Any]:

@@ -120,8 +120,9 @@ class CandidateSource:
     def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
         layout = self._spec("channels_last")
         graph = self._spec("cuda_graph")
-        frozen = self._spec("compile", mode="default", freezing=True)
-        plain = self._spec("compile", mode="default", freezing=False)
+        frozen = self._spec("compile", mode="default", freezing=True, combo_kernels=False)
+        combined = self._spec("compile", mode="default", freezing=True, combo_kernels=True)
+        plain = self._spec("compile", mode="default", freezing=False, combo_kernels=False)
         trees = self._spec("compile", mode="reduce-overhead", freezing=True)
         autocast = self._spec("autocast", dtype=self._precision)
         eager = self._spec("inference_mode")
@@ -149,6 +150,7 @@ class CandidateSource:
             front += [(lower, layout, patches, mask, graph)] if graph is not None else []
         compiled = [
             (lower, layout, mask, frozen, graph),
+            (lower, layout, mask, combined or frozen, graph),
             (lower, layout, mask, plain, graph or eager),
             (lower, mask, frozen, graph),
             (lower, layout, mask, frozen),
@@ -198,9 +200,11 @@ class CandidateSource:
         """Combinations for training; those that record the whole step as one graph come first."""
         graph, update = self._spec("step_graph", scope="step"), self._update()
         layout, engines = self._spec("channels_last"), self._spec("cudnn_engines")
-        compiled = self._spec("compile", mode="default", freezing=False)
+        plain = self._spec("compile", mode="default", freezing=False, combo_kernels=False)
+        combined = self._spec("compile", mode="default", freezing=False, combo_kernels=True)
+        compiled = combined or plain
         lower, loss = self._lower() or self._tf32(), self._spec("compile_loss")
-        models = [(layout, compiled, loss, lower), (layout, lower)]
+        models = [(layout, compiled, loss, lower), (layout, plain, loss, lower), (layout, lower)]
         models += [(compiled, loss, lower), (lower,)]
         if engines is not None:
             models += [(layout, engines, compiled, loss, lower), (layout, engines, lower)]
@@ -292,8 +296,10 @@ class CandidateSource:
                 yield candidate
 
     def _spec(self, name: str, **parameters: str | int | bool) -> TransformSpec | None:
+        """The first available variant with these parameters; what it leaves out is off."""
         for spec in self._available:
-            if spec.name == name and parameters.items() <= dict(spec.parameters).items():
+            held = dict(spec.parameters)
+            if spec.name == name and all(held.get(k, False) == v for k, v in parameters.items()):
                 return spec
         return None
 
