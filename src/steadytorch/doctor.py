@@ -28,7 +28,7 @@ def doctor(device: str = "auto", plugins: bool = False) -> CheckUp:
     return CheckUp(
         environment=load_facts(resolved),
         state=snapshot(resolved),
-        observability=observability(),
+        observability=observability(resolved),
         noise_floor=noise_floor(resolved),
         benchmark_mode=read_switch(),
         plugins=check_all(resolved) if plugins else None,

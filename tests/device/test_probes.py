@@ -14,7 +14,7 @@ from steadytorch.device.probes import observability
 
 
 def _find(name, **kwargs):
-    return next(found for found in observability(**kwargs) if found.name == name)
+    return next(found for found in observability("cuda", **kwargs) if found.name == name)
 
 
 @pytest.fixture
@@ -50,15 +50,22 @@ def path(tmp_path, monkeypatch):
     return put
 
 
-def test_this_machine_is_probed_without_an_exception():
-    found = observability()
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_this_machine_is_probed_without_an_exception(device):
+    found = observability(device)
     assert len({observation.name for observation in found}) == len(found)
     assert all(observation.detail for observation in found)
 
 
 def test_what_fails_comes_with_a_remedy_and_what_works_without(tmp_path, no_library):
-    for observation in observability(library=no_library, root=tmp_path):
+    for observation in observability("cuda", library=no_library, root=tmp_path):
         assert observation.ok is (observation.remedy is None)
+
+
+def test_a_cpu_is_asked_for_engines_and_a_gpu_for_its_driver():
+    on_cpu, on_gpu = ({found.name for found in observability(each)} for each in ("cpu", "cuda"))
+    assert on_cpu - on_gpu == {"OpenVINO", "ONNX Runtime"}
+    assert on_gpu - on_cpu == {"NVML", "GPU process list", "Triton", "cuDNN frontend"}
 
 
 def test_nvml_that_answers_is_described(fake_nvml):

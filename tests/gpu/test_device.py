@@ -121,7 +121,7 @@ def test_a_gpu_that_does_not_exist_cannot_be_measured():
 
 
 def test_the_machine_is_probed_without_an_exception():
-    assert {found.name for found in observability()} >= {"NVML", "GPU process list", "Triton"}
+    assert {found.name for found in observability("cuda")} >= {"NVML", "GPU process list", "Triton"}
 
 
 def test_a_context_is_seen_once_there_is_one():

@@ -511,6 +511,25 @@ def test_memory_grows_little_with_the_number_of_shapes(ascending):
     assert reserved(sizes * 2) <= 1.3 * alone
 
 
+def test_a_step_is_recorded_where_memory_has_room_for_it_once():
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step, _, _ = made(scope=None, model=Convolutions)
+    train(step, batches(4, 64))
+    share = torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    del step
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.5 * share)
+    try:
+        step, _, _ = made(model=Convolutions, check=True)
+        train(step, [*batches(8, 64), *batches(2, 60), *batches(8, 64)])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert step.replays >= 8, step.eager
+
+
 def test_merged_groups_whose_rates_part_are_recorded_anew():
     found = []
     for scope in (STEP, None):

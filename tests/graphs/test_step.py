@@ -303,6 +303,63 @@ def test_a_comparison_that_fails_takes_no_step(monkeypatch, fails_at, error):
     assert_same((step, net, inner, losses), (plain, net2, inner2, train(plain, data)))
 
 
+def test_the_eager_steps_of_a_comparison_come_before_the_recording(monkeypatch):
+    """A graph keeps the memory of a step, which eager steps would need a second time."""
+    done = []
+    taken, record = Snapshot.taken, CapturedStep._record
+
+    def noted_step(self, *args):
+        done.append("step")
+        taken(self, *args)
+
+    def noted_recording(self, *args, **options):
+        done.append("recording")
+        return record(self, *args, **options)
+
+    monkeypatch.setattr(Snapshot, "taken", noted_step)
+    monkeypatch.setattr(CapturedStep, "_record", noted_recording)
+    step, _, _ = made()
+    train(step, batches(6))
+    assert done == ["step", "step", "recording", "step"]
+
+
+class Large(Net):
+    """Memory runs out where a batch of three comes beside recorded graphs, in forward."""
+
+    step: CapturedStep | None = None
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.step is not None and x.shape[0] == 3 and self.step._has_graphs():
+            raise torch.OutOfMemoryError("full")
+        return out
+
+
+@pytest.mark.parametrize("shortfalls", [1, 6])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_finds_no_memory_beside_graphs_is_taken_without_them(shortfalls, accumulate):
+    found = []
+    for scope in (STEP, None):
+        step, net, inner = made(scope, model=Large, accumulate=accumulate)
+        if scope is not None:
+            net.step = step
+        data = [b for _ in range(shortfalls) for b in (*batches(16), *batches(2, 3))]
+        found.append((step, net, inner, train(step, data)))
+    step = found[0][0]
+    assert (recorded.FULL in step.eager) is (shortfalls > 1)
+    assert step.replays >= 8
+    assert_same(*found)
+
+
+def test_a_step_repaid_its_recordings_if_memory_runs_out_seldom(monkeypatch):
+    monkeypatch.setattr(recorded, "REPAID", 8)
+    step, net, _ = made(model=Large)
+    net.step = step
+    train(step, [b for _ in range(6) for b in (*batches(16), *batches(2, 3))])
+    assert recorded.FULL not in step.eager
+    assert step.graphs == 6
+
+
 def test_gradients_that_overflow_are_compared_too():
     def loss(output, target):
         return functional.cross_entropy(output, target) * 1e38 * 1e38

@@ -144,6 +144,24 @@ def test_dropped_graphs_are_a_fault_and_ranks_vote_again_together():
         assert step._agreed
 
 
+def test_a_step_that_finds_no_memory_is_not_repeated():
+    """Its collectives would meet those of another step on the other ranks."""
+    tries = []
+
+    def act(rank, number, step):
+        def backward(*given):
+            tries.append(rank)
+            raise torch.OutOfMemoryError("full")
+
+        if number == 30:
+            assert step._has_graphs()
+            step.step.backward = backward
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(act, size=lambda rank, number: 5 if number == 30 else 8)
+    assert sorted(tries) == [0, 1]
+
+
 def test_micro_batches_are_not_recorded():
     for step, _ in run(accumulate=2):
         assert step.replays == 0

@@ -27,22 +27,16 @@ CORRUPTS_DROPOUT = "2.13"
 """The version whose Inductor corrupts dropout masks on CUDA (pytorch issue 198333)."""
 
 
-def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observation]:
-    """Run all probes; needs no privileges, starts no program and never raises.
+def observability(device: str, *, library: Any = None, root: Path = host.ROOT) -> list[Observation]:
+    """Run the probes for a device; needs no privileges, starts no program and never raises.
 
     Args:
+        device: "cpu" or "cuda", with or without an index.
         library: Replacement for nvidia-ml-py; None imports it.
         root: Root of the file system to read.
     """
     probes: dict[str, tuple[Callable[[], str], str]] = {
-        "NVML": (
-            lambda: _nvml(library),
-            "install the NVIDIA driver; in a container allow its 'utility' capability",
-        ),
-        "GPU process list": (
-            lambda: _gpu_processes(library),
-            "use a GPU that you do not share; other processes on it cannot be detected",
-        ),
+        **(_of_gpus(library) if device.startswith("cuda") else _of_engines()),
         "hardware counters": (
             lambda: _hardware_counters(root),
             "nothing; diagnoses do not need cycle and cache counts",
@@ -67,14 +61,6 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
             _python_headers,
             "install Python's development package; torch.compile needs Python.h",
         ),
-        "Triton": (
-            _triton,
-            "pip install triton; torch.compile on a GPU and fused kernels need it",
-        ),
-        "cuDNN frontend": (
-            _cudnn_frontend,
-            f"pip install '{CUDNN_EXTRA}'; choosing convolution engines needs it",
-        ),
         "writes to weights": (
             _weight_writes,
             "pass verify_every=1000 to optimize or apply to verify every 1,000th call",
@@ -85,6 +71,37 @@ def observability(*, library: Any = None, root: Path = host.ROOT) -> list[Observ
         ),
     }
     return [_observe(name, probe, remedy) for name, (probe, remedy) in probes.items()]
+
+
+def _of_gpus(library: Any) -> dict[str, tuple[Callable[[], str], str]]:
+    return {
+        "NVML": (
+            lambda: _nvml(library),
+            "install the NVIDIA driver; in a container allow its 'utility' capability",
+        ),
+        "GPU process list": (
+            lambda: _gpu_processes(library),
+            "use a GPU that you do not share; other processes on it cannot be detected",
+        ),
+        "Triton": (
+            lambda: f"version {_installed('triton', ('triton', 'pytorch-triton'))}",
+            "pip install triton; torch.compile on a GPU and fused kernels need it",
+        ),
+        "cuDNN frontend": (
+            _cudnn_frontend,
+            f"pip install '{CUDNN_EXTRA}'; choosing convolution engines needs it",
+        ),
+    }
+
+
+def _of_engines() -> dict[str, tuple[Callable[[], str], str]]:
+    return {
+        name: (
+            lambda module=module: f"version {_installed(module, (module,))}",
+            f"pip install 'steadytorch[{module}]'; plans that run on {name} need it",
+        )
+        for module, name in (("openvino", "OpenVINO"), ("onnxruntime", "ONNX Runtime"))
+    }
 
 
 def _observe(name: str, probe: Callable[[], str], remedy: str) -> Observation:
@@ -203,10 +220,6 @@ def _python_headers() -> str:
     if not header.is_file():
         raise NotObservable(f"{header} is missing")
     return "found"
-
-
-def _triton() -> str:
-    return f"version {_installed('triton', ('triton', 'pytorch-triton'))}"
 
 
 def _cudnn_frontend() -> str:

@@ -82,15 +82,16 @@ class Snapshot:
     """State before a step (tensors, random state), from which several steps run and are compared.
 
     The first step's results are kept; the results of later steps are compared with them, one tensor
-    at a time. Copies stay on the GPU if `ROOM` times their size is free, else they go to the host.
+    at a time.
 
     Args:
         tensors: all that a step writes to.
+        room: copies go to the host unless this multiple of their size is free beside a step.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], room: int = ROOM) -> None:
         self._tensors = list(tensors)
-        self._on_host = ROOM * sum(t.nbytes for t in self._tensors) > free_bytes()
+        self._on_host = room * sum(t.nbytes for t in self._tensors) > max(free_bytes(), 0)
         with torch.no_grad():
             self._kept = [self._copy(tensor) for tensor in self._tensors]
         self._random = (torch.get_rng_state(), torch.cuda.get_rng_state())
@@ -157,9 +158,13 @@ class Snapshot:
 
 
 def free_bytes() -> int:
-    """Memory of the current GPU that a new tensor may take, PyTorch's cache included."""
+    """Memory of the current GPU beside that of a step, PyTorch's cache included.
+
+    A step takes what this process has had at its peak so far.
+    """
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + cached
+    of_step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + cached - of_step
 
 
 def distance(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:

@@ -12,10 +12,11 @@ that cannot be replayed run eagerly.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -66,6 +67,9 @@ MOST_SIGNATURES = 16
 MOST_ANEW = 3
 """Maximum re-recordings because a hyper-parameter or attribute changed, or a tensor moved. After
 that, the affected part of the step runs eagerly."""
+REPAID = 100
+"""Replays that repay a recording, which takes about five eager steps. Graphs dropped for memory
+earlier count as changes do (`MOST_ANEW`)."""
 
 WARMING = "warming up"
 OTHER_DEVICE = "an input is not on the current GPU: call torch.cuda.set_device"
@@ -90,6 +94,9 @@ HOST_RANDOM = "the step draws random numbers on the CPU"
 SET = "attributes of the model, or values that the loss reads, changed"
 SETTING = "attributes of the model, or values that the loss reads, change from step to step"
 STEP_HOOKS = "the optimizer has hooks"
+SPARSE = "the gradients are sparse"
+FULL = "memory runs out beside the graphs again and again"
+NO_ROOM = "too little memory to compare the graph with the eager step"
 
 
 class CapturedStep:
@@ -131,7 +138,7 @@ class CapturedStep:
         self._last: torch.cuda.Stream | None = None
         self._fixed: _Fixed | None = None
         self._settings: Settings | None = None
-        self._anew = 0
+        self._anew, self._repaid_at = 0, 0
         self._stepped = False
         self._records_update = False
         self._off: str | None = None
@@ -159,7 +166,8 @@ class CapturedStep:
             return self._eagerly(str(error), given)
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(WARM_UP_AGAIN if self.graphs else self.warm_up)
+            warm_up = WARM_UP_AGAIN if self.graphs else self.warm_up
+            entry = self._entries[key] = _Entry(warm_up, sum(t.nbytes for t in tensors_of(given)))
             while len(self._entries) > MOST_SIGNATURES:
                 self._entries.popitem(last=False)[1].reset()
         self._entries.move_to_end(key)
@@ -196,11 +204,38 @@ class CapturedStep:
     def _run(self, given: tuple[Any, ...]) -> Tensor:
         """Run the step eagerly; a recordable update reads its learning rates from GPU tensors."""
         try:
-            loss = self.step.backward(*given)
+            loss = self._backward(given)
             self._advance()
         finally:
             self._remember_settings()
         return loss
+
+    def _backward(self, given: tuple[Any, ...]) -> Tensor:
+        """Run forward, loss and backward; if memory runs out beside graphs, again without them.
+
+        Graphs keep the memory of a step, which a plain loop has left for this one. A further
+        micro-batch is not repeated, since its gradients may have been added in part.
+        """
+        if self.step.turn > 0 or self._fixed is None or not self._has_graphs():
+            return self.step.backward(*given)
+        before = None
+        with suppress(torch.OutOfMemoryError):
+            before = Snapshot(self._fixed.buffers, room=0)
+            return self.step.backward(*given)
+        for parameter in self.step.parameters():
+            parameter.grad = None
+        if before is not None:
+            before.restore()
+        if self.replays < self._repaid_at:
+            self._begin_anew(FULL)
+        else:
+            self._forget()
+        self._repaid_at = self.replays + REPAID
+        gc.collect()  # what the failed pass holds
+        return self.step.backward(*given)
+
+    def _has_graphs(self) -> bool:
+        return any(entry.has_graphs() for entry in self._entries.values())
 
     def _remember_settings(self) -> None:
         """Take current Python values as the reference; values set by the step are not changes."""
@@ -263,7 +298,7 @@ class CapturedStep:
         try:
             with self._beside():
                 with synchronisations(is_last) as found:
-                    loss = self.step.backward(*given)
+                    loss = self._backward(given)
                 with synchronisations(watches_update) as in_update:
                     self._advance()
         finally:
@@ -275,9 +310,15 @@ class CapturedStep:
             entry.refused = found[0]
         elif is_last and drawn != host_random():
             entry.refused = HOST_RANDOM
+        elif is_last and self._has_sparse_gradients():
+            entry.refused = SPARSE
         elif is_last and not _all_same(before, self._python_state(stepped)):
             entry.refused = KEEPS_STATE
         return loss
+
+    def _has_sparse_gradients(self) -> bool:
+        gradients = (parameter.grad for parameter in self.step.parameters())
+        return any(g is not None and g.layout != torch.strided for g in gradients)
 
     def _python_state(self, of_optimizer: bool) -> list[Contents]:
         """Python state of modules and the optimizer between steps, and of values the step reads."""
@@ -307,16 +348,30 @@ class CapturedStep:
         reason = self._prepared(entry, first)
         if reason is not None:
             return self._eagerly(reason, given)
-        made, around = False, sys.exception()
+        if entry.lacks_graph(first, last, self._has_update_graph()):
+            return self._first_replay(entry, given, first, last)
+        return self._replayed(entry, given, first, last)
+
+    def _first_replay(
+        self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
+    ) -> Tensor:
+        """Record the graphs that this micro-batch lacks; replay them if they pass the check."""
+        if first:
+            self._drop_smaller(entry)
+        before = self._rehearsed(given, first, last) if self._check else None
+        if isinstance(before, str):
+            return self._refuse(entry, before, given)
+        reason, around = None, sys.exception()
         try:
-            made = self._recorded(entry, given, first, last)
+            self._record_lacking(entry, given, first, last)
         except Exception as error:
             reason = self._refused(entry, f"cannot be recorded: {first_cause(error, around)}")
             release_frames(error, around)
         if reason is not None:
             return self._eagerly(reason, given)
-        if made and self._check:
-            return self._compared(entry, given, first, last)
+        fault = before and self._disagreement(before, entry, given, first, last)
+        if fault is not None:
+            return self._refuse(entry, fault, given)
         return self._replayed(entry, given, first, last)
 
     def _refused(self, entry: _Entry, reason: str) -> str:
@@ -371,30 +426,23 @@ class CapturedStep:
         fixed.rates.refreshed()
         return None
 
-    def _recorded(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> bool:
-        """Record the graphs that this micro-batch still lacks; return whether any were recorded."""
-        made = False
+    def _record_lacking(
+        self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
+    ) -> None:
+        """Record the graphs that this micro-batch still lacks."""
         if entry.feed is None:
             entry.static = static_inputs((given[0], given[2]), given[1])
             entry.feed = feeder(entry.static)
-        whole = self._is_whole()
         if first and entry.first is None:
-            self._drop_smaller(entry)
-            graph = self._record(entry, update=whole)
+            graph = self._record(entry, update=self._is_whole())
             entry.gradients = [p.grad for p in self.step.parameters()]
-            if any(g is not None and g.layout != torch.strided for g in entry.gradients):
-                raise RuntimeError("the gradients are sparse")
             entry.first = graph
-            made = True
         if not first and entry.more is None:
             self._place_gradients(entry, keep=True)
             entry.more = self._record(entry, update=False)
-            made = True
-        if last and not whole and self._updates() and entry.update is None:
+        if last and self._has_update_graph() and entry.update is None:
             self._place_gradients(entry, keep=not first)
             entry.update = self._record(entry, update=True, backward=False)
-            made = True
-        return made
 
     def _drop_smaller(self, entry: _Entry) -> None:
         """Drop all other graphs if this signature is larger; their next steps record them anew.
@@ -404,7 +452,7 @@ class CapturedStep:
         ascending order reserved 1.8 times the memory of the largest alone (H200).
         """
         others = [e for e in self._entries.values() if e is not entry and e.has_graphs()]
-        if others and entry.size() > max(other.size() for other in others):
+        if others and entry.size > max(other.size for other in others):
             torch.cuda.synchronize()
             for parameter in self.step.parameters():  # in the old graphs' memory
                 parameter.grad = None
@@ -413,6 +461,10 @@ class CapturedStep:
 
     def _is_whole(self) -> bool:
         return self._scope == STEP and self.step.accumulate == 1 and self._updates()
+
+    def _has_update_graph(self) -> bool:
+        """Whether updates are recorded as a graph of their own."""
+        return self._updates() and not self._is_whole()
 
     def _updates(self) -> bool:
         return self._scope != BACKWARD and self.update_reason is None
@@ -425,7 +477,7 @@ class CapturedStep:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         # PyTorch refuses a pool whose last graph is gone.
-        if self._pool is None or not any(other.has_graphs() for other in self._entries.values()):
+        if self._pool is None or not self._has_graphs():
             self._pool = torch.cuda.graph_pool_handle()
         graph, loss = torch.cuda.CUDAGraph(), None
         self._records_update = update
@@ -531,58 +583,63 @@ class CapturedStep:
 
     # -- checks -----------------------------------------------------------------------------------
 
-    def _compared(self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool) -> Tensor:
-        """Replay new graphs if they agree with the eager step; otherwise, run eagerly."""
-        if (fault := self._disagreement(entry, given, first, last)) is not None:
-            return self._refuse(entry, fault, given)
-        return self._replayed(entry, given, first, last)
-
     def _refuse(self, entry: _Entry, fault: str, given: tuple[Any, ...]) -> Tensor:
         self._recover(entry)
         entry.refused = fault
         return self._eagerly(fault, given)
 
-    def _disagreement(
-        self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
-    ) -> str | None:
-        """Return how new graphs differ from the eager step, or None; restores all state."""
-        step, fixed, fault = self.step, self._fixed, None
-        assert fixed is not None
-        turn, replays, parameters = step.turn, self.replays, step.parameters()
+    def _rehearsed(self, given: tuple[Any, ...], first: bool, last: bool) -> Snapshot | str:
+        """Return the results of two eager steps from one state, or why they failed; restore it.
+
+        Comes before the recording: a graph keeps as much memory as an eager step needs.
+        """
+        assert self._fixed is not None
         updates = last and self._updates()  # an eager update is the same on both sides
-        held = [] if first else [p.grad if p.grad is None else p.grad.clone() for p in parameters]
 
         def eager() -> Tensor:
-            loss = step.backward(*given)
+            loss = self.step.backward(*given)
             if updates:
-                step.advance(self._rates())
+                self.step.advance(self._rates())
             return loss
 
-        before = None
         try:
-            before = Snapshot(fixed.tensors())
-            for run in (eager, eager, partial(self._replayed, entry, given, first, updates)):
-                step.turn = turn
-                for parameter, gradient in zip(parameters, held, strict=False):
-                    parameter.grad = None if gradient is None else gradient.clone()
-                with _unannounced():
-                    loss = run()
-                before.taken(loss, [p.grad for p in parameters])
-                before.restore()
-            fault = before.disagreement()
+            before = Snapshot(self._fixed.tensors())
+            for _ in range(2):
+                with self._beside():
+                    self._tried(before, eager, first)
         except torch.OutOfMemoryError:
-            fault = "too little memory to compare the graph with the eager step"
+            return NO_ROOM
+        return before
+
+    def _disagreement(
+        self, before: Snapshot, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
+    ) -> str | None:
+        """Return how new graphs differ from the eager steps before, or None; restore all state."""
+        replay = partial(self._replayed, entry, given, first, last and self._updates())
+        try:
+            self._tried(before, replay, first)
+        except torch.OutOfMemoryError:
+            return NO_ROOM
         except BaseException:
             self._recover(entry)
             raise
+        return before.disagreement()
+
+    def _tried(self, before: Snapshot, run: Callable[[], Tensor], first: bool) -> None:
+        """Take a step, give its results to the snapshot, and restore all state."""
+        step, parameters = self.step, self.step.parameters()
+        turn, replays = step.turn, self.replays
+        held = [None if first or p.grad is None else p.grad.clone() for p in parameters]
+        try:
+            with _unannounced():
+                loss = run()
+            before.taken(loss, [p.grad for p in parameters])
         finally:
             step.turn, self.replays = turn, replays
-            for parameter, gradient in zip(parameters, held, strict=False):
+            for parameter, gradient in zip(parameters, held, strict=True):
                 parameter.grad = gradient
-            if before is not None:
-                before.restore()
+            before.restore()
             self._remember_settings()
-        return fault
 
     # -- what stands in the way -------------------------------------------------------------------
 
@@ -674,10 +731,10 @@ class _Graph:
 
 
 class _Entry:
-    """The CUDA graphs of one input signature."""
+    """The CUDA graphs of one input signature, and the bytes of its micro-batches."""
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
+    def __init__(self, warm_up: int, size: int) -> None:
+        self.warm_up, self.size = warm_up, size
         self.refused: str | None = None
         self.static: Any = None
         self.feed: Any = None
@@ -694,13 +751,20 @@ class _Entry:
             for parameter, gradient in zip(parameters, known, strict=True)
         )
 
+    def lacks_graph(self, first: bool, last: bool, updates: bool) -> bool:
+        """Whether a micro-batch needs a graph that is not recorded yet.
+
+        Args:
+            first: whether it is the first of its step.
+            last: whether it is the last.
+            updates: whether updates are recorded as a graph of their own.
+        """
+        graph = self.first if first else self.more
+        return graph is None or (last and updates and self.update is None)
+
     def has_graphs(self) -> bool:
         """Whether the entry holds any graph."""
         return any(graph is not None for graph in (self.first, self.more, self.update))
-
-    def size(self) -> int:
-        """Bytes of all tensors of a micro-batch, once there are static ones."""
-        return sum(tensor.nbytes for tensor in tensors_of(self.static))
 
     def reset(self) -> None:
         """Frees the entry's graphs and their memory."""

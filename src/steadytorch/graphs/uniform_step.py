@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steadytorch.graphs.checks import Snapshot
 from steadytorch.graphs.data_parallel import WARM_UP as DDP_WARM_UP
 from steadytorch.graphs.recording import first_cause, release_frames
 from steadytorch.graphs.step import (
@@ -114,17 +115,20 @@ class UniformStep(CapturedStep):
         ballot = self._ballot(given, problem)
         agreement = Agreement(self._ranks, "the recording of a training step")
         answer: Any = agreement.propose(ballot)
+        before: Snapshot | str = WAITING
         if not isinstance(answer, Refusal):
             assert entry is not None
-            fault = self._recording_fault(entry, given)
+            before = self._rehearsed(given, True, True)
+            fault = before if isinstance(before, str) else self._recording_fault(entry, given)
             answer = agreement.finish(fault)
             if answer is not None and fault is None:
                 self._recover(entry)
         if isinstance(answer, Refusal):
             return self._eagerly(_told(answer), given)
         assert entry is not None
+        assert isinstance(before, Snapshot)
         with self._beside():
-            fault = self._disagreement(entry, given, True, True)
+            fault = self._disagreement(before, entry, given, True, True)
         agreement = Agreement(self._ranks, "the graph of a training step")
         answer = agreement.propose(ballot._replace(problem=fault))
         if not isinstance(answer, Refusal):
@@ -158,7 +162,7 @@ class UniformStep(CapturedStep):
     def _recording_fault(self, entry: _Entry, given: tuple[Any, ...]) -> str | None:
         around = sys.exception()
         try:
-            self._recorded(entry, given, True, True)
+            self._record_lacking(entry, given, True, True)
         except Exception as error:
             fault = f"cannot be recorded: {first_cause(error, around)}"
             release_frames(error, around)
@@ -174,9 +178,12 @@ class UniformStep(CapturedStep):
             return self._eagerly(reason or WAITING, given)
         return self._replayed(entry, given, True, True)
 
+    def _backward(self, given: tuple[Any, ...]) -> Tensor:
+        # Never repeated: other ranks would not repeat its collectives.
+        return self.step.backward(*given)
+
     def _is_complete(self, entry: _Entry) -> bool:
-        needs_update = self._updates() and not self._is_whole()
-        return entry.first is not None and (entry.update is not None or not needs_update)
+        return not entry.lacks_graph(True, True, self._has_update_graph())
 
     def _run(self, given: tuple[Any, ...]) -> Tensor:
         # On the stream of DDP's reducer, where gradients are accumulated.

@@ -81,7 +81,7 @@ def _in_script(steps: WatchedSteps) -> Verdict:
             recoverable_ns=(0, wait_ns),
             variance_share=steps.variance_share("input_wait"),
             confidence="high",
-            fix=_FIX_SINGLE,
+            fix=_FIX_ANY,
             check="run `steady run SCRIPT` again",
             false_alarm="the host is ahead of the GPU, which still computes while the host waits.",
         ),
@@ -93,11 +93,12 @@ _RECAPTURE = (
     "torch.profiler, data loading included, and run `steady explain TRACE`; wrap a custom loader "
     "in torch.profiler.record_function('DataLoader')"
 )
-_FIX_SINGLE = (
-    "Make loading cheaper, as by tensor operations in place of Python loops. Or load in "
+_CHEAPER = "Make loading cheaper, as by tensor operations in place of Python loops. Or load in "
+_HOW = (
     "worker processes, fewer than there are cores: DataLoader(..., num_workers=N, "
     "persistent_workers=True), for a GPU also pin_memory=True and copies with non_blocking=True."
 )
+_FIX_SINGLE, _FIX_ANY = f"{_CHEAPER}{_HOW}", f"{_CHEAPER}more {_HOW}"
 _FIX = (
     "Give the DataLoader more workers, a larger prefetch_factor and persistent_workers=True. Or "
     "reduce the work per sample: decode and augment ahead of time, or on the GPU."
