@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.workload.contents import checksum
-from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads
+from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, forward_of, set_first
 
 _ARRAYS = (np.ndarray, array, bytearray)
 
@@ -40,13 +40,15 @@ class Settings:
 
     Attributes:
         values: the reference.
+        fixed: the values that graphs fix: those of `values` that a step does not itself set before
+            it reads them.
         read: what the loss and user-defined modules read outside of the modules' attributes.
     """
 
     def __init__(self, modules: Iterable[nn.Module], loss: Any) -> None:
         own = [module for tree in modules if tree is not loss for module in tree.modules()]
         read = Reads()
-        read.look(loss)
+        read.loss(loss)
         known = set(map(id, own))
         of_loss = {
             id(module): module
@@ -55,17 +57,24 @@ class Settings:
             if id(module) not in known
         }
         self._layers = [_of_layer(module) for module in own if _is_layer(module)]
+        owners = {id(vars(module)): module for module in (*own, *of_loss.values())}
         found = [place for module in own if not _is_layer(module) for place in _of_module(module)]
         for module in of_loss.values():
             found += _of_module(module, "training")
         for module in (*own, *of_loss.values()):
             read.forward(module)
         self._places, self.read = found, read
+        self._own = {
+            place
+            for place, (held, name) in enumerate(found)
+            if name in _set_first(owners[id(held)])
+        }
         self.remember()
 
     def remember(self) -> None:
         """Takes the current values as the reference for `changed`."""
         self.values = self._now()
+        self.fixed = [None if i in self._own else each for i, each in enumerate(self.values)]
 
     def changed(self) -> bool:
         """Whether any value has changed since the last `remember`."""
@@ -115,6 +124,12 @@ def _of_module(module: nn.Module, *also: str) -> list[tuple[Mapping[str, Any], s
     return [(held, name) for name in ("forward", *also, *_fixed(held))]
 
 
+def _set_first(module: nn.Module) -> frozenset[str]:
+    """Attributes that a user-defined module's `forward` sets before it reads them."""
+    forward = forward_of(module)
+    return frozenset() if forward is None else set_first(forward.__code__)
+
+
 def _fixed(held: Mapping[str, Any]) -> Iterator[str]:
     """Names of attributes that a graph may fix; `Reads` finds what code reads of containers."""
     for name, value in held.items():
@@ -124,11 +139,12 @@ def _fixed(held: Mapping[str, Any]) -> Iterator[str]:
 
 
 class _Memory(NamedTuple):
-    """A tensor's memory, and the value that a kernel gets as an argument."""
+    """A tensor's memory, the value that a kernel gets as an argument, and whether it trains."""
 
     tensor: _Same
     address: int
     value: Any
+    trains: bool
 
 
 class _Same:
@@ -157,4 +173,5 @@ def _comparable(value: Any, depth: int = 2) -> Any:
     if value.layout != torch.strided:
         return _Same(value)
     is_scalar = value.device.type == "cpu" and value.numel() == 1
-    return _Memory(_Same(value), value.data_ptr(), value.item() if is_scalar else None)
+    number = value.item() if is_scalar else None
+    return _Memory(_Same(value), value.data_ptr(), number, value.requires_grad)

@@ -48,6 +48,7 @@ from steadytorch.workload.update import (
     FUSED,
     OWN,
     GroupRates,
+    has_own_step,
     hyper_parameters,
     move_counters,
     number,
@@ -93,7 +94,9 @@ KEEPS_STATE = "the model or the loss keeps Python state between its calls"
 HOST_RANDOM = "the step draws random numbers on the CPU"
 SET = "attributes of the model, or values that the loss reads, changed"
 SETTING = "attributes of the model, or values that the loss reads, change from step to step"
+OWN_STEP = "the optimizer has a step that is not PyTorch's"
 STEP_HOOKS = "the optimizer has hooks"
+WRITES_INPUTS = "the step writes to its inputs"
 SPARSE = "the gradients are sparse"
 FULL = "memory runs out beside the graphs again and again"
 NO_ROOM = "too little memory to compare the graph with the eager step"
@@ -129,8 +132,7 @@ class CapturedStep:
         check: bool = False,
     ) -> None:
         self.step, self._scope, self._own = step, scope, tuple(modules)
-        known = {id(module) for tree in modules for module in tree.modules()}
-        self._modules = (*modules, *(m for m in modules_read(step.loss) if id(m) not in known))
+        self._modules = self._modules_now()
         self._valid, self._check = valid, check
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._pool: Any = None
@@ -176,6 +178,11 @@ class CapturedStep:
         if entry.refused is not None:
             return self._eagerly(entry.refused, given)
         return self._served(entry, given)
+
+    def _modules_now(self) -> tuple[nn.Module, ...]:
+        """The roots of the step's module trees: the model, and what the loss reads now."""
+        known = {id(module) for tree in self._own for module in tree.modules()}
+        return (*self._own, *(m for m in modules_read(self.step.loss) if id(m) not in known))
 
     def run_eagerly(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
@@ -226,11 +233,8 @@ class CapturedStep:
             parameter.grad = None
         if before is not None:
             before.restore()
-        if self.replays < self._repaid_at:
-            self._begin_anew(FULL)
-        else:
-            self._forget()
-        self._repaid_at = self.replays + REPAID
+        self._forget()
+        self._count_anew(FULL)
         gc.collect()  # what the failed pass holds
         return self.step.backward(*given)
 
@@ -281,6 +285,14 @@ class CapturedStep:
         if self._anew > MOST_ANEW:
             self._off = self._off or often
 
+    def _count_anew(self, often: str) -> None:
+        """Count graphs that were dropped before they repaid their recording, as `_begin_anew`."""
+        if self.replays < self._repaid_at:
+            self._anew += 1
+        self._repaid_at = self.replays + REPAID
+        if self._anew > MOST_ANEW:
+            self._off = self._off or often
+
     def _warming(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
         """Run a warm-up step of a new input signature, on the recording stream.
 
@@ -293,17 +305,22 @@ class CapturedStep:
         stepped = self._stepped
         before = self._python_state(stepped) if is_last else []
         drawn = host_random() if is_last else None
+        versions = [(t, t._version) for t in self._written_to(given)] if is_last else []
+        leaves = set[int]()
         watches_update = is_last and stepped and self._updates()
         self.eager[WARMING] += 1
         try:
+            self.step.inspect = partial(_find_leaves, leaves) if is_last else None
             with self._beside():
                 with synchronisations(is_last) as found:
                     loss = self._backward(given)
                 with synchronisations(watches_update) as in_update:
                     self._advance()
         finally:
+            self.step.inspect = None
             self._remember_settings()
         entry.warm_up -= 1
+        entry.written = [tensor for tensor, version in versions if tensor._version != version]
         if in_update:
             self._leave_update(in_update[0])
         if found:
@@ -312,9 +329,21 @@ class CapturedStep:
             entry.refused = HOST_RANDOM
         elif is_last and self._has_sparse_gradients():
             entry.refused = SPARSE
+        elif not leaves <= set(map(id, self.step.parameters())):
+            entry.refused = OUTSIDE
+        elif any(each is tensor for each in entry.written for tensor in tensors_of(given)):
+            entry.refused = WRITES_INPUTS
         elif is_last and not _all_same(before, self._python_state(stepped)):
             entry.refused = KEEPS_STATE
         return loss
+
+    def _written_to(self, given: tuple[Any, ...]) -> list[Tensor]:
+        """Tensors that a step may write to besides parameters, buffers and optimizer state."""
+        modules = (module for tree in self._modules for module in tree.modules())
+        held = [value for module in modules for value in kept_attributes(module).values()]
+        held += [] if self._settings is None else self._settings.read.held()
+        found = [value for value in (*held, *tensors_of(given)) if isinstance(value, Tensor)]
+        return [t for t in found if t.layout == torch.strided and not t.is_inference()]
 
     def _has_sparse_gradients(self) -> bool:
         gradients = (parameter.grad for parameter in self.step.parameters())
@@ -348,9 +377,28 @@ class CapturedStep:
         reason = self._prepared(entry, first)
         if reason is not None:
             return self._eagerly(reason, given)
+        if self._is_stale(entry):
+            return self._after_others(entry, given)
         if entry.lacks_graph(first, last, self._has_update_graph()):
             return self._first_replay(entry, given, first, last)
         return self._replayed(entry, given, first, last)
+
+    def _is_stale(self, entry: _Entry) -> bool:
+        """Whether steps of other signatures have set values that the entry's graphs have fixed."""
+        assert self._settings is not None
+        now = self._settings.fixed
+        if entry.fixed == now:
+            entry.fixed = now  # the same object is compared faster
+        return entry.has_graphs() and entry.fixed is not now
+
+    def _after_others(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:
+        """Run a stale entry's step eagerly; drop its graphs unless that restores their values."""
+        loss = self._eagerly(SET, given)
+        if self._settings is not None and self._is_stale(entry):
+            torch.cuda.synchronize()
+            entry.reset()
+            self._count_anew(SETTING)
+        return loss
 
     def _first_replay(
         self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
@@ -358,7 +406,7 @@ class CapturedStep:
         """Record the graphs that this micro-batch lacks; replay them if they pass the check."""
         if first:
             self._drop_smaller(entry)
-        before = self._rehearsed(given, first, last) if self._check else None
+        before = self._rehearsed(entry, given, first, last) if self._check else None
         if isinstance(before, str):
             return self._refuse(entry, before, given)
         reason, around = None, sys.exception()
@@ -443,6 +491,8 @@ class CapturedStep:
         if last and self._has_update_graph() and entry.update is None:
             self._place_gradients(entry, keep=not first)
             entry.update = self._record(entry, update=True, backward=False)
+        assert self._settings is not None
+        entry.fixed = self._settings.fixed
 
     def _drop_smaller(self, entry: _Entry) -> None:
         """Drop all other graphs if this signature is larger; their next steps record them anew.
@@ -588,7 +638,9 @@ class CapturedStep:
         entry.refused = fault
         return self._eagerly(fault, given)
 
-    def _rehearsed(self, given: tuple[Any, ...], first: bool, last: bool) -> Snapshot | str:
+    def _rehearsed(
+        self, entry: _Entry, given: tuple[Any, ...], first: bool, last: bool
+    ) -> Snapshot | str:
         """Return the results of two eager steps from one state, or why they failed; restore it.
 
         Comes before the recording: a graph keeps as much memory as an eager step needs.
@@ -603,7 +655,7 @@ class CapturedStep:
             return loss
 
         try:
-            before = Snapshot(self._fixed.tensors())
+            before = Snapshot([*self._fixed.tensors(), *entry.written])
             for _ in range(2):
                 with self._beside():
                     self._tried(before, eager, first)
@@ -685,6 +737,8 @@ class CapturedStep:
 
     def _step_hooks(self) -> str | None:
         optimizer = self.step.optimizer
+        if has_own_step(optimizer):
+            return OWN_STEP
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return STEP_HOOKS
         if torch_optimizer._global_optimizer_pre_hooks:
@@ -700,6 +754,7 @@ class CapturedStep:
             entry.reset()
         self._entries.clear()
         self._fixed, self._pool, self._settings = None, None, None
+        self._modules = self._modules_now()
 
     def _drop_updates(self) -> None:
         if self._entries:
@@ -731,11 +786,21 @@ class _Graph:
 
 
 class _Entry:
-    """The CUDA graphs of one input signature, and the bytes of its micro-batches."""
+    """The CUDA graphs of one input signature.
+
+    Attributes:
+        warm_up: eager steps left before the recording.
+        size: bytes of a micro-batch.
+        refused: why nothing is recorded, or None.
+        written: tensors that a step writes to, other than parameters, buffers and state.
+        fixed: values of Python that the graphs have fixed; see `Settings`.
+    """
 
     def __init__(self, warm_up: int, size: int) -> None:
         self.warm_up, self.size = warm_up, size
         self.refused: str | None = None
+        self.fixed: Any = None
+        self.written: list[Tensor] = []
         self.static: Any = None
         self.feed: Any = None
         self.gradients: list[Tensor | None] = []
@@ -769,7 +834,7 @@ class _Entry:
     def reset(self) -> None:
         """Frees the entry's graphs and their memory."""
         self.first = self.more = self.update = None
-        self.static = self.feed = None
+        self.static = self.feed = self.fixed = None
         self.gradients = []
 
 
@@ -1004,6 +1069,19 @@ def _unannounced() -> Iterator[None]:
 
 def _all_same(before: list[Contents], after: list[Contents]) -> bool:
     return len(before) == len(after) and all(map(same, before, after))
+
+
+def _find_leaves(found: set[int], loss: Tensor) -> None:
+    """Add the ids of all tensors that the loss's backward pass gives gradients to."""
+    seen, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        waiting += [further for further, _ in node.next_functions]
 
 
 def _version_elsewhere(value: Any) -> int | None:

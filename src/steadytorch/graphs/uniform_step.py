@@ -118,7 +118,7 @@ class UniformStep(CapturedStep):
         before: Snapshot | str = WAITING
         if not isinstance(answer, Refusal):
             assert entry is not None
-            before = self._rehearsed(given, True, True)
+            before = self._rehearsed(entry, given, True, True)
             fault = before if isinstance(before, str) else self._recording_fault(entry, given)
             answer = agreement.finish(fault)
             if answer is not None and fault is None:
@@ -176,6 +176,8 @@ class UniformStep(CapturedStep):
         reason = reason or self._prepared(entry, True)
         if reason is not None or not self._is_complete(entry):  # `_prepared` may drop graphs
             return self._eagerly(reason or WAITING, given)
+        if self._is_stale(entry):
+            return self._eagerly(SET, given)
         return self._replayed(entry, given, True, True)
 
     def _backward(self, given: tuple[Any, ...]) -> Tensor:

@@ -155,7 +155,7 @@ def _is_strided(tensor: Tensor) -> bool:
 def _reads_environment(loss: Callable[..., Tensor]) -> bool:
     """Whether it reads environment variables, whose later appearance Dynamo does not notice."""
     read = Reads()
-    read.look(loss)
+    read.loss(loss)
     for module in [each for tree in read.modules for each in tree.modules()]:
         read.forward(module)
     return bool(read.mappings)

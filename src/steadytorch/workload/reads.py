@@ -6,7 +6,7 @@ import dis
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
 from inspect import getattr_static, getmro
@@ -21,9 +21,10 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from steadytorch.workload.contents import version
@@ -37,8 +38,13 @@ MOST_ITEMS = 64
 """Items of a list or dictionary that are watched."""
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "steadytorch", "math", "functools"})
 """Packages whose functions and objects are not searched for values."""
-_DEPTH = 3
-"""Number of functions, objects and containers between the loss and a value that is watched."""
+_DEPTH, _DEPTH_OF_LOSS = 3, 8
+"""Functions, objects and containers between a module's `forward`, or a loss, and a value that is
+watched. A loss is the user's own code; what is watched is compared before each replay."""
+_DEPTH_OF_ANY = 3
+"""The same for a loss that computes the names that it reads: all attributes are watched."""
+_COMPUTES = frozenset({"getattr", "hasattr", "vars"})
+_OF_FUNCTIONS = ("forward", "backward", "setup_context", "jvp", "vjp")
 
 
 class _Any(frozenset[str]):
@@ -52,6 +58,22 @@ class _Any(frozenset[str]):
 
 
 _ANY = _Any({"*"})
+
+
+class _Names(NamedTuple):
+    """Names of the globals, attributes and modules that code reads."""
+
+    globals: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+    imports: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+
+    @property
+    def computes(self) -> bool:
+        """Whether the code may compute the names of the attributes that it reads."""
+        return bool(self.globals & _COMPUTES) or "__dict__" in self.attributes
+
+
 _ABSENT = object()
 """Value at a place that is empty."""
 
@@ -59,7 +81,7 @@ _ABSENT = object()
 def modules_read(loss: Any) -> list[nn.Module]:
     """The roots of the module trees that a loss calls: itself, or those that its code reads."""
     read = Reads()
-    read.look(loss)
+    read.loss(loss)
     return read.modules
 
 
@@ -98,7 +120,9 @@ class Reads:
         self._alive = list[Any]()  # so that no id is used twice
         self._groups = list[tuple[Callable[[Any], Any], Mapping[str, Any], list[str]]]()
         self._others = list[tuple[Callable[..., Any], str]]()
-        self._gotten = 0
+        self._gotten, self._of_loss = 0, False
+        self._names_of_loss, self._may_come = set[str](), set[str]()
+        self._united, self._space = frozenset[str](), None
 
     def __bool__(self) -> bool:
         return bool(self.places or self.cells or self.mappings)
@@ -169,7 +193,9 @@ class Reads:
             return
         # Code may read other attributes of an object than earlier code did.
         mark = id(value), frozenset[str]() if isinstance(value, FunctionType) else names
-        if self._seen.get(mark, -1) >= depth or _is_library(value):
+        if names is _ANY:
+            depth = min(depth, _DEPTH_OF_ANY)
+        if self._seen.get(mark, -1) >= depth or not self._is_searched(value):
             return
         if id(value) not in self._watched:
             self._watched.add(id(value))
@@ -177,6 +203,25 @@ class Reads:
         self._seen[mark] = depth
         if not isinstance(value, nn.Module | ContextVar):
             self._search(value, names, depth)
+
+    def loss(self, loss: Any) -> None:
+        """Search what a loss reads: further than what `forward` does, and in library objects."""
+        self._of_loss, before = True, -1
+        try:
+            # An object may be read by a function that gets it as an argument. The names of all
+            # functions beside the loss count; those of other packages would lead too far.
+            self._space = _space_of(loss)
+            while before < len(self._names_of_loss):
+                before, self._united = len(self._names_of_loss), frozenset(self._names_of_loss)
+                self._seen.clear()
+                self._methods.clear()
+                self.look(loss, depth=_DEPTH_OF_LOSS)
+        finally:
+            self._of_loss = False
+
+    def _is_searched(self, value: Any) -> bool:
+        """Whether to search a value: those of libraries only for attributes that a loss reads."""
+        return not _is_library(value) or (self._of_loss and _has_names(value))
 
     def _search(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, FunctionType):
@@ -214,9 +259,9 @@ class Reads:
         methods = self._of_class[kind]
         for method in methods:
             self.look(method)
-        held, names = vars(module), frozenset[str]().union(*(_names(each)[1] for each in methods))
-        computes = any("getattr" in _names(each)[0] for each in methods)
-        names = names.union(*(_names(each)[1] for each in _helpers(methods, names, held)))
+        held, names = vars(module), frozenset[str]().union(*(_names(m).attributes for m in methods))
+        computes = any("getattr" in _names(each).globals for each in methods)
+        names = names.union(*(_names(m).attributes for m in _helpers(methods, names, held)))
         for name in (names & held.keys()) - OF_MODULES:
             if not isinstance(held[name], nn.Module):
                 self.look(held[name], _ANY if computes else names)
@@ -224,43 +269,72 @@ class Reads:
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
-            keys = islice((key for key in value if isinstance(key, str)), MOST_ITEMS)
-            self._entries(value, list(keys), names, depth)
+            keys = (key for key in value if self._of_loss or isinstance(key, str))
+            found = dict.fromkeys(islice(keys, MOST_ITEMS))
+            found |= dict.fromkeys(self._names_of_loss & value.keys() if self._of_loss else ())
+            self._entries(value, found, names, depth)
             return
         for each in islice(value, MOST_ITEMS):
             self.look(each, names, depth - 1)
 
     def _function(self, function: FunctionType, names: frozenset[str], depth: int) -> None:
-        read, attributes = _names(function)
+        known = _names(function)
+        read, attributes = known.globals, known.attributes
+        if self._of_loss:
+            attributes |= known.texts
+            if function.__globals__ is self._space:
+                self._names_of_loss |= attributes
+                self._may_come |= attributes if known.computes else frozenset()
+            attributes = _ANY if known.computes else attributes | self._united
         own = [name for name in vars(function) if name in attributes | names]
         self._entries(vars(function), own, attributes, depth - 1)
         held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
         for each in held:
             self.look(each, attributes, depth - 1)
-        known = function.__globals__
-        self._entries(known, [name for name in read if name in known], attributes, depth - 1)
+        for name in known.imports & sys.modules.keys():
+            self.look(sys.modules[name], attributes, depth - 1)
+        space = function.__globals__
+        self._entries(space, [name for name in read if name in space], attributes, depth - 1)
         keywords = function.__kwdefaults__ or {}
         self._entries(keywords, keywords, attributes, depth - 1)
 
     def _object(self, value: Any, names: frozenset[str], depth: int) -> None:
-        if isinstance(value, nn.Module):
+        is_module = isinstance(value, nn.Module)
+        if is_module:
             self.look(value, names, depth)
-            return
-        call = getattr_static(type(value), "__call__", None)
+        call = None if is_module else getattr_static(type(value), "__call__", None)
         if isinstance(call, FunctionType):
-            names |= _names(call)[1]
+            names |= _names(call).attributes
             self.look(call, names, depth)
         kind = value if isinstance(value, type) else type(value)
+        if issubclass(kind, torch.autograd.Function):
+            for name in _OF_FUNCTIONS:
+                self.look(getattr(kind, name, None), depth=depth)
         own = () if kind is value else (getattr(value, "__dict__", {}), Slots(value))
-        for space in own:
-            self._entries(space, [name for name in space if name in names], names, depth - 1)
+        hidden = OF_MODULES if is_module else frozenset()
+        self._spaces_of(own, names, hidden, depth)
         if names is _ANY:
             return
         defaults = self._classes(kind, names, depth)
         for space in own[:1]:  # an assignment to the object hides what its class has
             self._entries(space, defaults - space.keys(), names, depth - 1)
-        for name in names:
-            self._method(value, getattr_static(kind, name, None), depth - 1)
+        for name in names - hidden:
+            for found in _overridden(kind, name):
+                self._method(value, found, depth - 1)
+
+    def _spaces_of(
+        self,
+        spaces: Sequence[Mapping[str, Any]],
+        names: frozenset[str],
+        hidden: frozenset[str],
+        depth: int,
+    ) -> None:
+        """Search attributes of an object; those that a loss may find later are watched as well."""
+        for space in spaces:
+            held = [name for name in space if name in names and name not in hidden]
+            self._entries(space, held, names, depth - 1)
+        for space in spaces[:1] if self._of_loss else ():
+            self._entries(space, self._may_come - space.keys() - hidden, names, depth - 1)
 
     def _classes(self, kind: type, names: frozenset[str], depth: int) -> set[str]:
         """Search what user-defined classes hold under these names, methods apart; returns those."""
@@ -284,7 +358,8 @@ class Reads:
         self._methods[mark] = depth
         if depth >= 0 and not _is_library(method):
             self._alive.append(value)
-            self._object(value, _names(method)[1], depth)
+            names = _names(method).attributes
+            self._object(value, self._united | names if self._of_loss else names, depth)
             self.look(method, depth=depth)
 
     def _entries(
@@ -299,7 +374,7 @@ class Reads:
         for key in keys:
             value = held.get(key)
             is_value = value is None or isinstance(value, (*PLAIN, Tensor))
-            if not is_value and _is_library(value) and version(value) is None:
+            if not (is_value or self._is_searched(value)) and version(value) is None:
                 continue
             if (mark := (id(held), key)) not in self._known:
                 self._known.add(mark)
@@ -350,19 +425,41 @@ class Variable(Mapping[str, Any]):
         return 1
 
 
+def _space_of(value: Any) -> Any:
+    """The globals of a function, of a method, or of the call of an object; else None."""
+    while isinstance(value, partial):
+        value = value.func
+    function = getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType):
+        function = getattr_static(type(value), "__call__", None)
+    return getattr(function, "__globals__", None)
+
+
 def _methods(kind: type) -> tuple[FunctionType, ...]:
     """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
     found, names, waiting = list[FunctionType](), set[str](), ["forward"]
     while waiting:
-        held = getattr_static(kind, waiting.pop(), None)
-        method = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
-        while isinstance(method, FunctionType) and not _is_library(method):
-            found.append(method)
-            fresh = _names(method)[1] - names
-            names |= fresh
-            waiting += fresh
-            method = getattr(method, "__wrapped__", None)
+        for held in _overridden(kind, waiting.pop()):
+            method = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
+            while isinstance(method, FunctionType) and not _is_library(method):
+                found.append(method)
+                fresh = frozenset.difference(_names(method).attributes, names)
+                names |= fresh
+                waiting += fresh
+                method = getattr(method, "__wrapped__", None)
     return tuple(found)
+
+
+def _overridden(kind: type, name: str) -> Iterator[Any]:
+    """What a class has under a name, and what that overrides as far as it calls `super`."""
+    for each in getmro(kind):
+        if name not in vars(each):
+            continue
+        found = vars(each)[name]
+        yield found
+        code = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        if "super" not in _names(code).globals:
+            return
 
 
 def _helpers(
@@ -374,7 +471,7 @@ def _helpers(
     """
     found = [held.get(name) for name in names]
     for method in methods:
-        found += [method.__globals__.get(name) for name in _names(method)[0]]
+        found += [method.__globals__.get(name) for name in _names(method).globals]
     return [each for each in found if isinstance(each, FunctionType) and not _is_library(each)]
 
 
@@ -402,6 +499,13 @@ def _is_library(value: Any) -> bool:
     return module.partition(".")[0] in _LIBRARIES or (is_code and _is_standard(module))
 
 
+def _has_names(value: Any) -> bool:
+    """Whether an object of a library keeps attributes: a scheduler, a distribution."""
+    return not isinstance(value, type | FunctionType | ModuleType) and isinstance(
+        getattr(value, "__dict__", None), dict
+    )
+
+
 @cache
 def _is_standard(module: str) -> bool:
     """Whether a module is Python's, and not a user's of the same name."""
@@ -412,25 +516,51 @@ def _is_standard(module: str) -> bool:
 
 
 @cache
-def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    read, attributes = set[str](), set[str]()
+def set_first(code: CodeType) -> frozenset[str]:
+    """Attributes of its first argument that code sets on every path, before it reads them."""
+    found, read, reaches, before = set[str](), set[str](), 0, None
+    for each in dis.get_instructions(code):
+        if each.opname.startswith(("RETURN", "RAISE")):
+            break
+        if each.opcode in _JUMPS:
+            reaches = max(reaches, each.argval)
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            read.add(each.argval)
+        elif each.opname == "STORE_ATTR" and each.offset >= reaches and before is not None:
+            loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+            if loaded[-1:] == code.co_varnames[:1] and each.argval not in read:
+                found.add(each.argval)
+        before = each if each.opname.startswith("LOAD_FAST") else None
+    return frozenset(found)
+
+
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
+
+
+@cache
+def _names_of_code(code: CodeType) -> _Names:
+    read, attributes, imports = set[str](), set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imports.add(instruction.argval)
+    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            further = _names_of_code(inner)
-            read |= further[0]
-            attributes |= further[1]
-    return frozenset(read), frozenset(attributes)
+            for mine, its in zip(
+                (read, attributes, imports, texts), _names_of_code(inner), strict=True
+            ):
+                mine |= its
+    return _Names(*map(frozenset, (read, attributes, imports, texts)))
 
 
-def _names(function: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the globals and of the attributes that a function's code reads."""
+def _names(function: Any) -> _Names:
+    """Names of the globals, attributes and modules that a function's code reads."""
     code = getattr(function, "__code__", None)
-    return _names_of_code(code) if isinstance(code, CodeType) else (frozenset(), frozenset())
+    return _names_of_code(code) if isinstance(code, CodeType) else _Names()
 
 
 def _contents(cells: list[CellType]) -> list[Any]:

@@ -31,6 +31,7 @@ class EagerStep:
 
     Attributes:
         turn: micro-batches since the last update.
+        inspect: called with each loss before its backward pass; None to call nothing.
         norm: gradient norm before the last clipping, on the device; None without clipping.
     """
 
@@ -52,6 +53,7 @@ class EagerStep:
         self.compiled_loss, self._autocast = compiled_loss, autocast
         self.clip, self.accumulate, self.scaler = clip, accumulate, scaler
         self.turn = 0
+        self.inspect: Callable[[Tensor], None] | None = None
         self.norm: Tensor | None = None
 
     def __call__(
@@ -87,6 +89,8 @@ class EagerStep:
             with narrow_output(self._autocast) as narrow:
                 output = self.model(*inputs, **kwargs)
             loss = self.compiled_loss(output, *targets, dtype=narrow.dtype)
+        if self.inspect is not None:
+            self.inspect(loss)
         share = loss if self.accumulate == 1 else loss / self.accumulate
         (share if self.scaler is None else self.scaler.scale(share)).backward()
         return loss.detach()

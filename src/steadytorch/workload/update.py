@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ MOST_COMPILED = 2
 """Maximum number of sets of hyper-parameters for which a step is compiled; beyond this number, the
 step runs uncompiled. Momentum schedules change hyper-parameters at every step, and each change
 compiles for seconds."""
+OWN_STEP_FALLBACK = "optimizer.step was replaced"
 UNLIKE = "parameters, gradients and state differ in layout, or changed it"
 
 
@@ -93,6 +95,9 @@ class Update:
     def _changes(self) -> bool:
         """Whether the step can no longer be compiled, for what `fallback` says."""
         if self.fallback is not None:
+            return True
+        if "step" in vars(self.optimizer) and has_own_step(self.optimizer):
+            self.fallback = OWN_STEP_FALLBACK
             return True
         groups = self.optimizer.param_groups
         found = [hyper_parameters(group, ("lr",)) for group in groups]
@@ -237,6 +242,17 @@ class GroupRates:
                 held.fill_(rate)
                 self._numbers[i] = rate
         return self.tensors
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer, or of its class, is not PyTorch's; schedulers wrap theirs.
+
+    Such a step may read and keep any state of Python.
+    """
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False):
+        return True
+    return not unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
 def is_float64(group: Mapping[str, Any]) -> bool:
