@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -93,6 +94,11 @@ def test_shapes_and_memory_are_recorded(tiny):
     assert {"shapes", "memory"} <= trace.recorded
     assert element_types(trace) == ["float32"]
     assert len(trace.events.of(Category.MEMORY))
+
+
+def test_integers_are_no_element_types():
+    kinds = [{"types": ("long int", "float")}, {"types": ("bool", "c10::BFloat16")}, {}]
+    assert element_types(SimpleNamespace(inputs=kinds)) == ["bfloat16", "float32"]
 
 
 def test_the_distortion_is_of_the_same_probe(tiny):

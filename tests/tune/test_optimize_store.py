@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from stored import CANDIDATE, make_plan, store_plan
@@ -15,6 +16,7 @@ from steadytorch.errors import PlanError
 from steadytorch.plan.store import Found, Store
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune.optimize import optimize
+from steadytorch.tune.search import EXHAUSTED
 from steadytorch.tune.select import SearchOptions
 from steadytorch.tune.session import Session
 from steadytorch.workload.workload import Workload
@@ -155,6 +157,18 @@ def test_a_search_made_anew_takes_the_place_of_what_is_there(model, x, tmp_path,
     kept = session.keep(session.search(), anew)
     assert kept.candidate == (CANDIDATE if anew else other)
     assert session.look_up()[0] == kept
+
+
+def test_a_search_that_ran_out_of_time_replaces_no_plan_with_a_gain(model, x, tmp_path):
+    held = make_plan(model, x, (TransformSpec("channels_last"),))
+    store_plan(tmp_path, held)
+    session = Session(Workload(model, (x,)), SearchOptions(), "cpu", tmp_path)
+    evidence = msgspec.structs.replace(held.evidence, not_tried={"compile(default)": EXHAUSTED})
+    nothing = msgspec.structs.replace(held, candidate=(), evidence=evidence)
+    assert session._stored(nothing, anew=True).candidate == held.candidate
+    assert session.look_up()[0].candidate == held.candidate
+    complete = msgspec.structs.replace(held, candidate=())
+    assert session._stored(complete, anew=True).candidate == ()
 
 
 TOGETHER = """

@@ -135,7 +135,8 @@ def capture(
 def element_types(trace: Trace) -> list[str]:
     """Floating-point types of the operators' inputs, such as "float32", sorted by name."""
     kinds = {kind for inputs in trace.inputs for kind in inputs.get("types", ())}
-    return sorted(DTYPES[kind] for kind in kinds if kind in DTYPES)
+    found = {DTYPES[kind] for kind in kinds if kind in DTYPES}
+    return sorted(name for name in found if name.startswith(("float", "bfloat")))
 
 
 class _Captor:

@@ -106,12 +106,12 @@ class ForkServer:
         """
         worker = ForkedProcess(self, len(self._workers))
         request = encode(Fork(worker.number, list(arguments)))
+        self._workers.append(worker)  # first: an interrupt may follow the request at once
         self._channel.setblocking(True)
         try:
             socket.send_fds(self._channel, [request], [connection, log])
         finally:
             self._channel.setblocking(False)
-        self._workers.append(worker)
         return worker
 
     def update(self) -> None:

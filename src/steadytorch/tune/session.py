@@ -183,8 +183,7 @@ class Session:
     def _cut_short(self, plan: Plan) -> str:
         """Why to repeat the plan's search with the current budget; empty if not needed."""
         evidence = plan.evidence
-        left = [*evidence.not_tried.values(), *(t.reason or "" for t in evidence.trials)]
-        if plan.candidate or not any(reason.endswith(EXHAUSTED) for reason in left):
+        if not _is_unfinished(plan):
             return ""
         if self.options.budget_s < LONGER * evidence.search_s:
             return ""
@@ -332,7 +331,8 @@ class Session:
 
         Args:
             result: result of the search.
-            anew: whether to replace a stored plan. Otherwise a plan that another process stored
+            anew: whether to replace a stored plan; one with a gain stays if this search found none
+                before its time was over. Otherwise a plan that another process stored
                 meanwhile is kept and returned, so that concurrent searches share one plan.
         """
         plan = self._plan(result.chosen, result.evidence(), result.compiler)
@@ -343,11 +343,12 @@ class Session:
         return kept
 
     def _stored(self, plan: Plan, anew: bool) -> Plan:
-        if anew:
+        if anew and not _is_unfinished(plan):
             return _located(plan, self._store.put(self.key, plan))
         stored = self._store.add(self.key, plan)
         there = _located(stored.payload, stored.path)
-        if there.violation() is None and not self._cut_short(there):
+        serves = there.candidate or not anew
+        if serves and there.violation() is None and not self._cut_short(there):
             return there
         return _located(plan, self._store.put(self.key, plan))
 
@@ -456,6 +457,13 @@ def objection(workload: Workload) -> str | None:
                 "Workload.training(...) to tune its steps"
             )
     return None
+
+
+def _is_unfinished(plan: Plan) -> bool:
+    """Whether the search found nothing faster before its budget was exhausted."""
+    evidence = plan.evidence
+    left = [*evidence.not_tried.values(), *(trial.reason or "" for trial in evidence.trials)]
+    return not plan.candidate and any(reason.endswith(EXHAUSTED) for reason in left)
 
 
 def _located(plan: Plan, path: Path | None) -> Plan:
