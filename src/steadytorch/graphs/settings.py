@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.workload.contents import checksum
-from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, forward_of, set_first
+from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, set_first
 
 _ARRAYS = (np.ndarray, array, bytearray)
 
@@ -65,9 +65,7 @@ class Settings:
             read.forward(module)
         self._places, self.read = found, read
         self._own = {
-            place
-            for place, (held, name) in enumerate(found)
-            if name in _set_first(owners[id(held)])
+            place for place, (held, name) in enumerate(found) if name in set_first(owners[id(held)])
         }
         self.remember()
 
@@ -122,12 +120,6 @@ def _held(names: Callable[[Any], Any], held: Mapping[str, Any]) -> Any:
 def _of_module(module: nn.Module, *also: str) -> list[tuple[Mapping[str, Any], str]]:
     held = vars(module)
     return [(held, name) for name in ("forward", *also, *_fixed(held))]
-
-
-def _set_first(module: nn.Module) -> frozenset[str]:
-    """Attributes that a user-defined module's `forward` sets before it reads them."""
-    forward = forward_of(module)
-    return frozenset() if forward is None else set_first(forward.__code__)
 
 
 def _fixed(held: Mapping[str, Any]) -> Iterator[str]:

@@ -435,9 +435,9 @@ def _space_of(value: Any) -> Any:
     return getattr(function, "__globals__", None)
 
 
-def _methods(kind: type) -> tuple[FunctionType, ...]:
-    """The `forward` of a class of modules, methods and properties that it uses, what these wrap."""
-    found, names, waiting = list[FunctionType](), set[str](), ["forward"]
+def _methods(kind: type, first: Iterable[str] = ("forward",)) -> tuple[FunctionType, ...]:
+    """These methods of a class of modules, methods and properties that they use, what they wrap."""
+    found, names, waiting = list[FunctionType](), set[str](), list(first)
     while waiting:
         for held in _overridden(kind, waiting.pop()):
             method = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
@@ -515,10 +515,21 @@ def _is_standard(module: str) -> bool:
     return file is None or file.startswith(get_path("stdlib"))
 
 
+def set_first(module: nn.Module) -> frozenset[str]:
+    """Attributes that a user-defined module's `forward` sets before its class reads them."""
+    forward, kind = forward_of(module), type(module)
+    own = {} if forward is None else _set_first(forward.__code__)
+    return frozenset(
+        name
+        for name, read in own.items()
+        if not any(name in _names(each).attributes for each in _methods(kind, read))
+    )
+
+
 @cache
-def set_first(code: CodeType) -> frozenset[str]:
-    """Attributes of its first argument that code sets on every path, before it reads them."""
-    found, read, reaches, before = set[str](), set[str](), 0, None
+def _set_first(code: CodeType) -> dict[str, frozenset[str]]:
+    """Attributes of its first argument that code sets on every path; what it reads before each."""
+    found, read, reaches, before = dict[str, frozenset[str]](), set[str](), 0, None
     for each in dis.get_instructions(code):
         if each.opname.startswith(("RETURN", "RAISE")):
             break
@@ -529,9 +540,9 @@ def set_first(code: CodeType) -> frozenset[str]:
         elif each.opname == "STORE_ATTR" and each.offset >= reaches and before is not None:
             loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
             if loaded[-1:] == code.co_varnames[:1] and each.argval not in read:
-                found.add(each.argval)
+                found.setdefault(each.argval, frozenset(read))
         before = each if each.opname.startswith("LOAD_FAST") else None
-    return frozenset(found)
+    return found
 
 
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
