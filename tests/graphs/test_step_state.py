@@ -16,7 +16,6 @@ from steadytorch.graphs.settings import Settings
 from steadytorch.graphs.step import (
     KEEPS_STATE,
     OUTSIDE,
-    OWN_STEP,
     SET,
     SETTING,
     STEP,
@@ -25,7 +24,7 @@ from steadytorch.graphs.step import (
 )
 from steadytorch.workload.reads import set_first
 from steadytorch.workload.step import EagerStep
-from steadytorch.workload.update import OWN_STEP_FALLBACK, Update
+from steadytorch.workload.update import OWN_STEP, Update
 
 from . import taped
 
@@ -440,5 +439,5 @@ def test_a_replaced_step_is_not_compiled():
     assert not update._changes()
     _clamp(SimpleNamespace(optimizer=inner, model=SimpleNamespace(weight=parameter)))
     update()
-    assert update.fallback == OWN_STEP_FALLBACK
+    assert update.fallback == OWN_STEP
     assert float(parameter.detach().abs().max()) < 0.11

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -248,3 +249,21 @@ def test_a_worker_that_was_killed_is_not_alive_a_moment_longer(server, tmp_path)
         os.kill(worker.pid, signal.SIGKILL)
         _soon(lambda pid=worker.pid: _has_ended(pid))
         assert not worker.alive
+
+
+def test_an_interrupt_after_a_request_leaves_a_server_that_can_be_asked(
+    server, tmp_path, monkeypatch
+):
+    with closing(_worker(server, tmp_path)) as first:
+        first.call("echo", DEADLINE_S, value=1)
+    send = socket.send_fds
+
+    def interrupted(*arguments):
+        send(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(socket, "send_fds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _worker(server, tmp_path, "interrupted")
+    monkeypatch.undo()
+    assert _soon(lambda: server.update() or server._workers[-1].pid is not None)

@@ -276,7 +276,8 @@ def _render(
             render_interrupted(console, result)
         return
     if kept.chosen != result.chosen:
-        console.print("  kept the plan that another process stored first")
+        found = "another process stored it first" if result.chosen else "this search found none"
+        console.print(f"  kept the stored plan: {found}")
     if everything:
         render_plan(console, kept, "Plan")
     else:

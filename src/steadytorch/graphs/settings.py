@@ -57,16 +57,14 @@ class Settings:
             if id(module) not in known
         }
         self._layers = [_of_layer(module) for module in own if _is_layer(module)]
-        owners = {id(vars(module)): module for module in (*own, *of_loss.values())}
         found = [place for module in own if not _is_layer(module) for place in _of_module(module)]
         for module in of_loss.values():
             found += _of_module(module, "training")
         for module in (*own, *of_loss.values()):
             read.forward(module)
         self._places, self.read = found, read
-        self._own = {
-            place for place, (held, name) in enumerate(found) if name in set_first(owners[id(held)])
-        }
+        first = {id(vars(module)): set_first(module) for module in (*own, *of_loss.values())}
+        self._own = {i for i, (held, name) in enumerate(found) if name in first[id(held)]}
         self.remember()
 
     def remember(self) -> None:

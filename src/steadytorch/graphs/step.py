@@ -47,6 +47,7 @@ from steadytorch.workload.step import EagerStep
 from steadytorch.workload.update import (
     FUSED,
     OWN,
+    OWN_STEP,
     GroupRates,
     has_own_step,
     hyper_parameters,
@@ -94,7 +95,6 @@ KEEPS_STATE = "the model or the loss keeps Python state between its calls"
 HOST_RANDOM = "the step draws random numbers on the CPU"
 SET = "attributes of the model, or values that the loss reads, changed"
 SETTING = "attributes of the model, or values that the loss reads, change from step to step"
-OWN_STEP = "the optimizer has a step that is not PyTorch's"
 STEP_HOOKS = "the optimizer has hooks"
 WRITES_INPUTS = "the step writes to its inputs"
 SPARSE = "the gradients are sparse"
@@ -387,8 +387,8 @@ class CapturedStep:
         """Whether steps of other signatures have set values that the entry's graphs have fixed."""
         assert self._settings is not None
         now = self._settings.fixed
-        if entry.fixed == now:
-            entry.fixed = now  # the same object is compared faster
+        if entry.fixed is not now and entry.fixed == now:
+            entry.fixed = now
         return entry.has_graphs() and entry.fixed is not now
 
     def _after_others(self, entry: _Entry, given: tuple[Any, ...]) -> Tensor:

@@ -26,7 +26,7 @@ MOST_COMPILED = 2
 """Maximum number of sets of hyper-parameters for which a step is compiled; beyond this number, the
 step runs uncompiled. Momentum schedules change hyper-parameters at every step, and each change
 compiles for seconds."""
-OWN_STEP_FALLBACK = "optimizer.step was replaced"
+OWN_STEP = "the optimizer has a step that is not PyTorch's"
 UNLIKE = "parameters, gradients and state differ in layout, or changed it"
 
 
@@ -97,7 +97,7 @@ class Update:
         if self.fallback is not None:
             return True
         if "step" in vars(self.optimizer) and has_own_step(self.optimizer):
-            self.fallback = OWN_STEP_FALLBACK
+            self.fallback = OWN_STEP
             return True
         groups = self.optimizer.param_groups
         found = [hyper_parameters(group, ("lr",)) for group in groups]
