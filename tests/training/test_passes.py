@@ -15,6 +15,7 @@ from steadytorch.training.passes import (
     SMALL,
     begin,
     errors_of,
+    loss_alone,
     optimizer_fault,
     passes,
     size_fault,
@@ -224,17 +225,7 @@ def test_passes_know_whether_they_are_finite(made):
     assert not found._replace(gradients=bad).is_finite()
 
 
-@pytest.mark.parametrize(
-    ("weights", "backward", "expected"),
-    [
-        (torch.float32, True, torch.bfloat16),
-        (torch.float32, False, torch.float32),
-        (torch.bfloat16, False, torch.bfloat16),
-    ],
-)
-def test_a_loss_without_a_backward_pass_is_not_rounded_where_the_models_own_is_not(
-    weights, backward, expected
-):
+def _loss_of_bf16_output(take, weights):
     model = nn.Linear(4, 3).to(weights)
     x, y = torch.randn(5, 4, dtype=weights), torch.randint(3, (5,))
     made = with_optimizer(
@@ -244,4 +235,13 @@ def test_a_loss_without_a_backward_pass_is_not_rounded_where_the_models_own_is_n
     def lowered(batch):
         return model(batch).bfloat16()
 
-    assert passes(made, lowered, (made.inputs, {}), backward=backward).loss.dtype == expected
+    return take(made, lowered, (made.inputs, {}))
+
+
+def test_the_loss_of_a_pass_takes_the_output_as_it_is():
+    assert _loss_of_bf16_output(passes, torch.float32).loss.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_a_loss_alone_is_not_rounded_more_than_the_models_own(weights):
+    assert _loss_of_bf16_output(loss_alone, weights).dtype == weights

@@ -13,6 +13,7 @@ from steadytorch.verification.verdict import GRADIENTS, OutputError
 from steadytorch.verification.verify import (
     REPEATABLE,
     Arguments,
+    Returned,
     Value,
     call,
     copied,
@@ -78,37 +79,23 @@ def begin(workload: Workload, start: Start, number: int) -> None:
                 tensor.copy_((1 - BLEND) * tensor + BLEND * tensor.flip(0))
 
 
-def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool = True) -> Passes:
+def passes(workload: Workload, model: Any, arguments: Arguments) -> Passes:
     """Runs one forward and one backward pass from the current weights.
 
     Args:
         workload: the untouched workload, as returned by `with_optimizer`, or with a compiled loss.
         model: the model to call instead of the workload's.
         arguments: arguments of the call.
-        backward: False to run only the forward pass, without gradients. 16-bit outputs of a float32
-            model are then converted to float32 before the loss, since bf16 resolves only 0.4 % of
-            it: the slope of a U-Net's loss scattered by 7 % in 16 bits, and by 3 % when converted.
     """
-    step = workload.training_step
-    assert step is not None
-    loss_of: Callable[..., Tensor] = step.called_loss
     parameters = parameters_of(workload)
     before = {name: buffer.clone() for name, buffer in buffers_of(workload).items()}
     for parameter in parameters.values():
         parameter.grad = None
-    with narrow_output(step.autocast and step.compiled_loss is not None) as narrow:
-        returned = call(model, arguments)
-    result = returned.result
-    if narrow.dtype is not None:
-        outputs = copied(returned._replace(result=result.to(narrow.dtype)))
-        loss = loss_of(result, dtype=narrow.dtype)
-    else:
-        outputs = copied(returned)
-        if not backward and torch.float32 in {p.dtype for p in parameters.values()}:
-            result = map_tensors(_widened, result)
-        loss = loss_of(result)
-    if backward:
-        loss.backward()
+    returned, narrowed = _called(workload, model, arguments)
+    result = returned.result if narrowed is None else returned.result.to(narrowed)
+    outputs = copied(returned._replace(result=result))
+    loss = _loss_of(workload, returned.result, narrowed)
+    loss.backward()
     after = {name: buffer.detach() for name, buffer in buffers_of(workload).items()}
     moving = {n for n, b in after.items() if b.is_floating_point() and n in before}
     return Passes(
@@ -120,6 +107,41 @@ def passes(workload: Workload, model: Any, arguments: Arguments, backward: bool 
         moved={name: after[name] - before[name] for name in sorted(moving)},
         counted={name: after[name].clone() for name in sorted(after.keys() - moving)},
     )
+
+
+def loss_alone(workload: Workload, model: Any, arguments: Arguments) -> Tensor:
+    """Runs one forward pass from the current weights and returns the loss.
+
+    16-bit outputs of a float32 model are converted to float32 before the loss, since bf16 resolves
+    only 0.4 % of it: the slope of a U-Net's loss scattered by 7 % in 16 bits, and by 3 % when
+    converted.
+
+    Args:
+        workload: the untouched workload, as returned by `with_optimizer`, or with a compiled loss.
+        model: the model to call instead of the workload's.
+        arguments: arguments of the call.
+    """
+    returned, narrowed = _called(workload, model, arguments)
+    result = returned.result
+    if narrowed is None and torch.float32 in {p.dtype for p in parameters_of(workload).values()}:
+        result = map_tensors(_widened, result)
+    return _loss_of(workload, result, narrowed).detach()
+
+
+def _called(
+    workload: Workload, model: Any, arguments: Arguments
+) -> tuple[Returned, torch.dtype | None]:
+    """Calls the model; also returns the dtype to which a compiled loss converts its output."""
+    step = workload.training_step
+    assert step is not None
+    with narrow_output(step.autocast and step.compiled_loss is not None) as narrow:
+        return call(model, arguments), narrow.dtype
+
+
+def _loss_of(workload: Workload, result: Any, narrowed: torch.dtype | None) -> Tensor:
+    assert workload.training_step is not None
+    loss: Callable[..., Tensor] = workload.training_step.called_loss
+    return loss(result) if narrowed is None else loss(result, dtype=narrowed)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ the slope of the loss along its gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from steadytorch.runtime.agreement import TOLERANCES, together
-from steadytorch.training.passes import SMALL, Passes, begin, passes
+from steadytorch.training.passes import SMALL, Passes, begin, loss_alone, passes
 from steadytorch.verification.verdict import STEP_FACTOR
 from steadytorch.verification.verify import Arguments
 from steadytorch.workload.start import Start, parameters_of
@@ -97,10 +99,9 @@ def summaries(
         row = [found.loss.float()]
         for chosen in (every, accurate if any(accurate) and not all(accurate) else ()):
             row.append(_slope(workload, model, arguments, found, chosen, seed) if chosen else _NAN)
-        for number, gradient in enumerate(gradients):
-            row.append(gradient.float().norm())
-            missing = [torch.full_like(row[0], math.nan)] * 3
-            row += _neighbours(gradient - before[number]) if before else missing
+        row += itertools.chain(
+            *zip(_norms(gradients), *_neighbours(gradients, before), strict=True)
+        )
         # One copy for all figures: each would wait for the GPU.
         rows.append(torch.stack([value.to(row[0].device).reshape(()) for value in row]).cpu())
         before = [] if before else [gradient.clone() for gradient in gradients]
@@ -132,38 +133,56 @@ def _slope(
     step = least * (most / least) ** random.Random(seed).random()
     given = [(held[name], g) for name, g in found.gradients.items() if g is not None]
     pairs = list(compress(given, chosen))
-    square = sum((g.float().norm() ** 2 for _, g in pairs), torch.zeros(()))
+    moving, gradients = [p for p, _ in pairs], [g for _, g in pairs]
+    square = get_total_norm([g.float() for g in gradients]) ** 2
     if not bool(square > 0):
         return _NAN
     length = float(step * found.loss.abs() / square)
-    kept = [parameter.detach().clone() for parameter, _ in pairs]
-    more, less = ([(p + s * length * g).bfloat16() for p, g in pairs] for s in (1, -1))
-    moved = zip(more, less, pairs, strict=True)
-    said = sum(((a.float() - b.float()) * g.float()).sum() for a, b, (_, g) in moved)
+    kept = [parameter.detach().clone() for parameter in moving]
+    more, less = (
+        [weight.bfloat16().float() for weight in torch._foreach_add(moving, gradients, alpha=along)]
+        for along in (length, -length)
+    )
+    products = torch._foreach_mul(torch._foreach_sub(more, less), gradients)
+    said = torch.stack([product.sum().to(square.device) for product in products]).sum()
     losses = []
     try:
         for weights in (more, less):
-            for (parameter, _), weight in zip(pairs, weights, strict=True):
-                parameter.copy_(weight)
+            torch._foreach_copy_(moving, weights)
             torch.manual_seed(seed)
             with torch.enable_grad():
-                losses.append(passes(workload, model, arguments, backward=False).loss)
+                losses.append(loss_alone(workload, model, arguments))
     finally:
-        for (parameter, _), original in zip(pairs, kept, strict=True):
-            parameter.copy_(original)
+        torch._foreach_copy_(moving, kept)
     return (losses[0] - losses[1]).float().cpu() / said.cpu() if said else _NAN
 
 
-def _neighbours(moved: Tensor) -> list[Tensor]:
-    """Returns a tensor's norm, and the correlation of neighbours along first and last dimension."""
-    wide = moved.float()
-    square = (wide**2).sum()
-    found = dict.fromkeys((0, wide.dim() - 1), torch.full_like(square, math.nan))
-    for dim in found:
-        if wide.dim() and wide.shape[dim] > 1:
-            one, other = (wide.narrow(dim, i, wide.shape[dim] - 1) for i in (0, 1))
-            found[dim] = (one * other).sum() / square  # NaN where nothing moved
-    return [square.sqrt(), found[0], found[wide.dim() - 1]]
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm([tensor.float() for tensor in tensors])) if tensors else []
+
+
+def _neighbours(gradients: list[Tensor], before: list[Tensor]) -> list[Sequence[Tensor]]:
+    """Describes the differences of gradients from those of the previous pass.
+
+    Returns:
+        For all gradients the norms of these differences, and the correlations of neighbours along
+        the first and along the last dimension. NaN where nothing moved, or without previous pass.
+    """
+    if not before:
+        return [[_NAN] * len(gradients)] * 3
+    moves = [move.float() for move in torch._foreach_sub(gradients, before)]
+    norms = _norms(moves)
+    along = [[_products_of_neighbours(move, dim) for move in moves] for dim in (0, -1)]
+    squares = torch._foreach_mul(norms, norms)
+    return [norms, *(torch._foreach_div(products, squares) for products in along)]
+
+
+def _products_of_neighbours(tensor: Tensor, dim: int) -> Tensor:
+    """Returns the sum of the products of neighbouring elements; NaN if there are none."""
+    if not tensor.dim() or tensor.shape[dim] < 2:
+        return torch.full_like(tensor.sum(), math.nan)
+    one, other = (tensor.narrow(dim, i, tensor.shape[dim] - 1) for i in (0, 1))
+    return (one * other).sum()
 
 
 def difference(
