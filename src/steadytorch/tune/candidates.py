@@ -102,10 +102,9 @@ class CandidateSource:
         """Whether a candidate lacks a CUDA graph or a lower dtype that it could have.
 
         In recorded searches for inference, one weak candidate came within 6 % of the best, and no
-        other weak candidate within 15 %. In recorded searches for training (`rivals-train_*`), the
-        best weak candidate was 38 % behind. Compiled training code without a CUDA graph is not
-        weak, as it was only 4 % behind. No candidate is weak where no searches are recorded: for
-        other regimes, loaders, and models without a CUDA graph.
+        other weak candidate within 15 %. In recorded searches for training (`rivals-train_*`), one
+        came within 6 %, and most took more than twice as long. No candidate is weak where no
+        searches are recorded: for other regimes, loaders, and models without a CUDA graph.
         """
         training = self._workload.is_training
         graph = self._spec("step_graph", scope="step") if training else self._spec("cuda_graph")
@@ -113,9 +112,7 @@ class CandidateSource:
         if graph is None or not known or self._spec("prefetch") is not None:
             return False
         lower = self._lower()
-        compiled = training and any(spec.name == "compile" for spec in candidate)
-        no_graph = graph not in candidate and not compiled
-        return no_graph or (lower is not None and lower not in candidate)
+        return graph not in candidate or (lower is not None and lower not in candidate)
 
     def _of_inference(self) -> list[tuple[TransformSpec | None, ...]]:
         layout = self._spec("channels_last")
