@@ -70,6 +70,23 @@ def test_a_wrapper_that_calls_nothing_known_does_the_work_itself():
     assert owner["aten::empty"] == "aten::linear"
 
 
+def test_work_of_operators_that_others_call_is_part_of_theirs():
+    given = {"dims": [[4096]], "types": ["float"]}
+    read, _ = _seen(
+        [
+            step(0, 0, 1000),
+            op("aten::hardtanh", 10, 400, **given),
+            op("aten::clamp", 20, 390, **given),
+            op("aten::clamp_min", 30, 300, **given),
+            op("aten::empty", 40, 50),
+        ]
+    )
+    charged = operators_of(read).charged
+    owner = {read.name_of(row): above for row, above in enumerate(_names(read, charged))}
+    called = ("aten::hardtanh", "aten::clamp", "aten::clamp_min", "aten::empty")
+    assert {owner[name] for name in called} == {"aten::hardtanh"}
+
+
 def test_time_of_an_operator_is_without_those_it_calls():
     read, _ = _seen()
     own = {read.name_of(row): ns for row, ns in enumerate(operators_of(read).own_ns().tolist())}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -82,6 +83,13 @@ def test_on_the_cpu_operators_and_what_delays_them_do(slices, expected):
 )
 def test_kernels_near_a_limit_are_bound_by_it(memory, compute, share, expected):
     assert regime_of(ledger(gpu_kernel=100), lines(memory, compute, share)) == expected
+
+
+def test_limits_of_a_small_part_of_the_time_name_no_regime():
+    known = lines(30, 10, 0.9)
+    slow = msgspec.structs.replace(known, busy_ns=2 * known.known_ns + 1)
+    assert regime_of(ledger(gpu_kernel=100), known) == "memory-bound"
+    assert regime_of(ledger(gpu_kernel=100), slow) == "kernel-bound"
 
 
 def test_without_steps_nothing_is_told():

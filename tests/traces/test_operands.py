@@ -35,6 +35,12 @@ def test_a_tensor_without_dimensions_is_one_and_a_number_is_none():
     assert not given.is_tensor(4)
 
 
+def test_a_sparse_tensor_has_no_shape_to_count_by():
+    given = Operands({"dims": [[64, 64]], "types": ["float"], "strides": [[]]})
+    with pytest.raises(NotRecordedError, match="input 0 is sparse"):
+        given.elements(0)
+
+
 def test_settings_are_read_from_what_was_printed():
     given = Operands(INPUTS)
     assert given.integers(3, 2) == [1, 2]

@@ -70,11 +70,13 @@ class Operators:
 
     @cached_property
     def charged(self) -> np.ndarray:
-        """For each operator, the row of the nearest operator with known work: itself or a caller.
+        """For each operator, the row of the operator that its time counts for.
 
+        That is the outermost operator with known work: itself or a caller. An operator such as
+        `aten::relu` or `aten::mean` calls others with known work, which is part of its own. A
+        wrapper operator such as `aten::linear` is skipped if it calls an operator with known work.
         The array is int64, indexed by trace row; -1 means that no operator with known work was
-        found. A wrapper operator such as `aten::linear` is skipped if it calls an operator with
-        known work.
+        found.
         """
         known = self.works[0] >= 0
         wraps = self.named(WRAPPERS)
@@ -84,7 +86,14 @@ class Operators:
             above = above[~covers[above]]
             covers[above] = True
             above = self.parent[above]
-        return self.nearest(known & ~(wraps & covers))
+        nearest = self.nearest(known & ~(wraps & covers))
+        found = nearest
+        while True:
+            caller = np.where(found >= 0, self.parent[found], -1)
+            further = np.where(caller >= 0, nearest[caller], -1)
+            if (further < 0).all():
+                return found
+            found = np.where(further >= 0, further, found)
 
     def nearest(self, wanted: np.ndarray) -> np.ndarray:
         """Row of the nearest wanted operator for each trace row: itself or a caller; -1 if none.

@@ -25,6 +25,8 @@ IDLE = 0.25
 at 5 % (data) and 15 % (launches); the regime of a whole step needs more."""
 LIMITED = 0.4
 """Minimum share of the device's limits from which they name the regime."""
+LEAST_KNOWN = 0.5
+"""Minimum share of kernel time with known work for the device's limits to name the regime."""
 
 _WAITS = {
     "launch-bound": ("idle_launch",),
@@ -54,7 +56,8 @@ def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
     If waiting takes a share of `IDLE` of the step or more, the largest cause of waiting determines
     the regime. Otherwise, communication or copies determine the regime if either takes more than
     half of the working time. Otherwise, the limit that bounds most kernel time determines the
-    regime, if kernels reach a share of `LIMITED` of the device's limits.
+    regime, if kernels reach a share of `LIMITED` of the device's limits and the work of
+    `LEAST_KNOWN` of their time is known.
 
     Args:
         ledger: ledger of the profiled steps; None if there are none.
@@ -79,7 +82,8 @@ def _share(ledger: Ledger, slices: tuple[str, ...]) -> float:
 
 
 def _limited(lines: Roofline) -> str:
-    if lines.share_of_limit is None or lines.share_of_limit < LIMITED:
+    known = lines.known_ns >= LEAST_KNOWN * lines.busy_ns
+    if not known or lines.share_of_limit is None or lines.share_of_limit < LIMITED:
         return "kernel-bound"
     bound = {"memory": 0, "compute": 0}
     for line in lines.lines:

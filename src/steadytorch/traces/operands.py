@@ -84,9 +84,11 @@ class Operands:
         return self._entry("types", position)
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of a dense tensor; the profiler records no strides of sparse ones."""
         self.kind(position)
         dims = self._entry("dims", position)
+        if dims and self._entry("strides", position, default=None) == []:
+            raise NotRecordedError(f"input {position} is sparse")
         if not isinstance(dims, list) or len(dims) > _MOST_DIMENSIONS:
             raise NotRecordedError(f"no shape of input {position}")
         if not all(isinstance(size, int) and size >= 0 for size in dims):
