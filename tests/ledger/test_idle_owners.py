@@ -164,6 +164,11 @@ def test_without_anything_of_the_host_idle_time_is_unknown():
     assert idle(*kernels) == {"unknown": (30_000, [None])}
 
 
+def test_without_recorded_calls_idle_time_under_an_operator_is_unknown():
+    kernels = [syn.kernel("a", 0, 20_000), syn.kernel("b", 50_000, 60_000)]
+    assert set(idle(*kernels, syn.op("aten::mm", 0, 60_000))) == {"unknown"}
+
+
 def test_the_thread_of_the_next_launch_is_asked():
     found = idle(
         *FIRST,

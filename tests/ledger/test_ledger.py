@@ -81,6 +81,17 @@ def test_time_before_and_after_the_step_does_not_count():
     assert slices["gpu_kernel"] == 100
 
 
+def test_a_truncated_last_step_is_left_out():
+    events, at = [], 0
+    for index, count in enumerate([10, 10, 3]):
+        start = at
+        for _ in range(count):
+            events += syn.launch("k", call=(at, at + 10), gpu=(at + 20, at + 90), correlation=at)
+            at += 100
+        events.append(syn.step(index, start, at))
+    assert [step.index for step in build_ledger(syn.trace(events)).steps] == [0, 1]
+
+
 def test_the_ledger_is_of_the_gpu_that_works_most_and_says_so():
     read = syn.trace(
         [

@@ -176,6 +176,15 @@ def test_a_claim_of_several_slices_is_met_from_all_of_them(settled):
     assert sum(finding.recoverable_ns[1] for finding in found) == 5_000
 
 
+def test_findings_about_slices_that_the_trace_makes_unreliable_have_low_confidence(monkeypatch):
+    slices = ("idle_launch", "gpu_kernel")
+    claims = [_claims(name, 100, slices=(name,), confidence="high") for name in slices]
+    monkeypatch.setattr(rules, "REGISTRY", {c.id: (lambda _, c=c: [c]) for c in claims})
+    without_calls = traced([step(1, 0, 5_000), kernel("k", 1_000, 2_000, correlation=1)])
+    found = {finding.id: finding.confidence for finding in findings(without_calls)[0]}
+    assert found == {"idle_launch": "low", "gpu_kernel": "high"}
+
+
 def test_what_is_about_no_slice_is_not_cut(settled):
     assert the(settled(_claims("a", 9_000, slices=()))).recoverable_ns == (100, 9_000)
 

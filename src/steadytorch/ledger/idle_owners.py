@@ -225,7 +225,9 @@ def own_idle(
         mine = np.flatnonzero((thread == own) & (ready > idle.start))
         if len(mine):
             allocator = TimeAllocator(Spans(idle.start[mine], ready[mine]), names)
-            _ask_host(allocator, host, own, idle.pick(mine), call[mine])
+            _ask_host(allocator, host, own)
+            waiting = "idle_launch" if len(events.of(*CALLS)) else "unknown"
+            allocator.assign(waiting, idle.pick(mine), call[mine])
             owned.append(allocator.owned())
     return merged(owned)
 
@@ -239,9 +241,7 @@ def _main_thread(trace: Trace, marks: np.ndarray, call: np.ndarray) -> int:
     return -1
 
 
-def _ask_host(
-    allocator: TimeAllocator, host: Host, own: int, gaps: Spans, call: np.ndarray
-) -> None:
+def _ask_host(allocator: TimeAllocator, host: Host, own: int) -> None:
     """Assign idle time before launches to causes on the launching thread, else on other threads."""
     for kind in ANYWHERE:
         rows, spans = host.evidence_of(kind, None)
@@ -258,7 +258,6 @@ def _ask_host(
     quiet = intersect(allocator.left, host.quiet)
     middle = quiet.start + (quiet.end - quiet.start) // 2
     allocator.assign("unknown", quiet, host.innermost(own, middle))
-    allocator.assign("idle_launch", gaps, call)
 
 
 def _slice(kind: Evidence) -> str:

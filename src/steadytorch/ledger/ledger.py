@@ -18,6 +18,7 @@ from steadytorch.results.explain import GpuTotals
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.intervals import NEVER, Spans, covered_ns, joined, subtract, union
 from steadytorch.traces.kernel_names import communicates
+from steadytorch.traces.quality import LAST_STEP, quality
 from steadytorch.traces.steps import Step, busiest_device, find_steps, gpu_rows
 
 ON_GPU_FIRST = ("gpu_kernel", "gpu_memcpy", "gpu_memset", "gpu_communication")
@@ -113,7 +114,7 @@ class Ledger:
 
 
 def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
-    """Split every step of a trace into slices of time.
+    """Split every step of a trace into slices of time; a truncated last step is left out.
 
     Args:
         trace: the trace.
@@ -121,6 +122,8 @@ def build_ledger(trace: Trace, device: int | None = None) -> Ledger:
     """
     chosen = busiest_device(trace) if device is None or not len(trace.on_gpu) else device
     steps, marks = find_steps(trace, chosen)
+    if LAST_STEP in quality(trace).distrusted:
+        steps, marks = steps[:-1], marks[:-1]
     time = Spans(
         np.array([step.start_ns for step in steps], np.int64),
         np.array([step.end_ns for step in steps], np.int64),

@@ -48,6 +48,8 @@ from steadytorch.rules import (
     tensor_cores_unused,
     unfused_optimizer,
 )
+from steadytorch.traces.events import Trace
+from steadytorch.traces.quality import quality
 
 __all__ = ["REGISTRY", "findings"]
 
@@ -115,8 +117,17 @@ def findings(case: Case) -> tuple[tuple[Finding, ...], tuple[Abstention, ...]]:
             told = (_failed(name, error),)
         found.extend(one for one in told if isinstance(one, Finding))
         abstained.extend(one for one in told if isinstance(one, Abstention))
-    settled = _settled(found, case.ledger)
+    settled = _settled(_trusted(found, case.trace), case.ledger)
     return tuple(sorted(settled, key=_rank)), tuple(abstained)
+
+
+def _trusted(found: list[Finding], trace: Trace | None) -> list[Finding]:
+    """Lowers the confidence of findings about slices that faults of the trace make unreliable."""
+    distrusted = set() if trace is None else set(quality(trace).distrusted)
+    return [
+        msgspec.structs.replace(one, confidence="low") if distrusted & {*one.slices} else one
+        for one in found
+    ]
 
 
 def _failed(name: str, error: Exception) -> Abstention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -23,6 +24,9 @@ truncated: the profiler stopped before the GPU's records arrived."""
 OVERHEAD = 0.05
 """Maximum share of the trace in which the profiler writes its buffers. Beyond it, host times are
 the profiler's as much as the program's."""
+
+LAST_STEP = "last step"
+"""In `Quality.distrusted` if the last step was truncated."""
 
 LAUNCHES = ("idle_launch", "idle_synchronisation", "idle_cross_stream")
 """Slices that depend on launch calls and their times."""
@@ -66,8 +70,11 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
+@lru_cache(maxsize=1)
 def quality(trace: Trace) -> Quality:
     """Find faults in a profiler trace, and the figures that these faults make unreliable.
+
+    The last result is cached.
 
     Args:
         trace: any trace.
@@ -165,8 +172,8 @@ def _problems(trace: Trace, found: Quality) -> Iterator[tuple[str, tuple[str, ..
     if found.last_step_share is not None and found.last_step_share < CUT_SHORT:
         yield (
             f"the last step has {found.last_step_share:.0%} of the GPU events of the others: the "
-            "capture was truncated; ignore that step",
-            ("last step",),
+            "capture was truncated; that step is left out",
+            (LAST_STEP,),
         )
     span = int(trace.events.end_ns.max(initial=1))
     if found.overhead_ns > OVERHEAD * span:
