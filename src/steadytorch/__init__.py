@@ -123,11 +123,18 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _as_text(result: Any) -> str:
+    """Renders a result as text; the renderer is imported only when a result is shown."""
+    from steadytorch.report.shown import as_text
+
+    return as_text(result)
+
+
 def _as_html(result: Any) -> str:
     """Renders a result as HTML; the renderer is imported only when a notebook shows a result."""
-    from steadytorch.report.notebook import as_html
+    from steadytorch.report.shown import as_html
 
     return as_html(result)
 
 
-show_with(_as_html)
+show_with(_as_text, _as_html)

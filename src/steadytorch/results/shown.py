@@ -1,32 +1,43 @@
-"""Rich display of results in notebooks.
+"""Display of results: as text by `print`, as HTML in notebooks.
 
-This package must not import the renderer, so `steadytorch/__init__.py` registers the renderer with
+This package must not import the renderers, so `steadytorch/__init__.py` registers them with
 `show_with`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-_renderer: Callable[[Any], str] | None = None
+from typing import Any, NamedTuple
 
 
-def show_with(renderer: Callable[[Any], str]) -> None:
-    """Set the function that renders a result as HTML.
+class _Renderers(NamedTuple):
+    as_text: Callable[[Any], str] = repr
+    as_html: Callable[[Any], str | None] = lambda _: None
+
+
+_renderers = _Renderers()
+
+
+def show_with(as_text: Callable[[Any], str], as_html: Callable[[Any], str]) -> None:
+    """Set the functions that render a result.
 
     Args:
-        renderer: from a result to a fragment of HTML.
+        as_text: from a result to lines of text.
+        as_html: from a result to a fragment of HTML.
     """
-    global _renderer
-    _renderer = renderer
+    global _renderers
+    _renderers = _Renderers(as_text, as_html)
 
 
 class Shown:
-    """Base class of results with rich display in notebooks."""
+    """Base class of results that are shown as on the terminal, by `print` and in notebooks."""
 
     __slots__ = ()
 
+    def __str__(self) -> str:
+        """The result as the command line shows it; `repr` without renderers."""
+        return _renderers.as_text(self)
+
     def _repr_html_(self) -> str | None:
-        """The result as an HTML fragment; None if no renderer is set, for display as plain text."""
-        return None if _renderer is None else _renderer(self)
+        """The result as an HTML fragment; None without renderers, for display as plain text."""
+        return _renderers.as_html(self)

@@ -194,7 +194,7 @@ class Watch(Generic[T]):
 
     def _repr_html_(self) -> str:
         """The result as HTML, for display in a notebook."""
-        from steadytorch.report.notebook import as_html
+        from steadytorch.report.shown import as_html
 
         return "<p>watching ...</p>" if self._on else as_html(self.result)
 

@@ -1,4 +1,4 @@
-"""Renders results in notebooks: the terminal's text and colours as a fragment of HTML."""
+"""Renders results outside of the command line: as text, and for notebooks as HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from steadytorch.report.tune import render_left_out, render_plan, render_trials
 from steadytorch.results.tune import TuneReport
 
 WIDTH = 100
-"""Columns of the text; that of watched scripts has 80."""
+"""Columns in a notebook; text of watched scripts has 80."""
 _PAGE = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;'
     "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
@@ -66,14 +66,23 @@ RENDERERS: dict[str, Callable[[Console, Any], None]] = {
 """Renderer of each kind of result, by the name of its class; some classes import PyTorch."""
 
 
+def as_text(result: Any) -> str:
+    """Renders a result as the command line prints it, without colours, for this terminal's width.
+
+    Args:
+        result: an instance of one of `RENDERERS`.
+    """
+    console = Console(file=StringIO(), highlight=False, markup=False)
+    _renderer_of(result)(console, result)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+
 def as_html(result: Any) -> str:
     """Renders a result as a self-contained fragment of HTML.
 
     Args:
         result: an instance of one of `RENDERERS`.
     """
-    names = [kind.__name__ for kind in type(result).__mro__]
-    render = next(RENDERERS[name] for name in names if name in RENDERERS)
     console = Console(
         file=StringIO(),
         record=True,
@@ -84,5 +93,10 @@ def as_html(result: Any) -> str:
         color_system="standard",
         force_jupyter=False,
     )
-    render(console, result)
+    _renderer_of(result)(console, result)
     return console.export_html(theme=_COLOURS, code_format=_PAGE, inline_styles=True)
+
+
+def _renderer_of(result: Any) -> Callable[[Console, Any], None]:
+    names = [kind.__name__ for kind in type(result).__mro__]
+    return next(RENDERERS[name] for name in names if name in RENDERERS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import steadytorch as steady
-from steadytorch.report.notebook import RENDERERS
+from steadytorch.report.shown import RENDERERS
 from steadytorch.results.saved import FORMS, decode, kind_of
 from steadytorch.results.shown import Shown
 from steadytorch.tune.reverify import Reverified
@@ -73,6 +73,14 @@ def test_every_result_shows_itself(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_result_prints_as_on_the_command_line(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # as wide as in a notebook
+    made = result_of(DOCUMENTS[name])
+    assert str(made).split() == text_of(made).split()
+    assert "\x1b" not in str(made)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_hostile_text_stays_text(name):
     document = everywhere(json.loads(DOCUMENTS[name]), HOSTILE.replace("\udc80", ""))
     made = result_of(json.dumps(document).encode())
@@ -110,6 +118,7 @@ def test_showing_a_result_needs_no_torch(tmp_path):
     code = (
         "import sys, steadytorch; from pathlib import Path; from steadytorch.results import saved;"
         f"p = Path({str(path)!r}); made = saved.decode(p, p.read_bytes(), 'measure').result;"
-        "assert 'ms' in made._repr_html_(); assert 'torch' not in sys.modules"
+        "assert 'ms' in made._repr_html_(); assert 'ms' in str(made);"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
