@@ -277,7 +277,7 @@ def test_differences_are_told_with_both_values_and_counted(key: Key) -> None:
 def test_a_workload_is_shown_by_twelve_digits_and_in_words(key: Key) -> None:
     found = format_differences(differing_fields(replace(key, workload="ab" * 32), key))
     ids = f"workload was {'ab' * 6}, is {key.workload[:12]}"
-    assert found == f"{ids} (its layers or their code differ)"
+    assert found == f"{ids} (its layers, their modes or their code differ)"
 
 
 def test_values_are_shown_long_enough_to_differ(key: Key) -> None:

@@ -18,7 +18,7 @@ from steadytorch.process import worker as processes
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.tune import trial
 from steadytorch.tune.select import SearchOptions
-from steadytorch.tune.session import Session
+from steadytorch.tune.session import Session, objection
 from steadytorch.tune.setup_scheduler import NullListener, SetupScheduler
 
 QUICK = TransformSpec("quick")
@@ -262,6 +262,16 @@ def test_inference_that_updates_statistics_is_refused_with_what_to_do(tmp_path):
         Session(step, SearchOptions(), store=tmp_path).key
         != Session(Workload(model.eval(), torch.zeros(4, 2)), SearchOptions(), store=tmp_path).key
     )
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_inference_that_drops_at_random_is_refused_with_what_to_do(share):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(share)).train()
+    found = objection(Workload(model, torch.zeros(4, 2)))
+    assert (found is not None) == (share > 0)
+    if found is not None:
+        assert "because of the random numbers of 1: call model.eval() first, or pass" in found
+    assert objection(Workload(model.eval(), torch.zeros(4, 2))) is None
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,8 @@ def format_differences(differing: Sequence[Difference], most: int = 4) -> str:
 def _in_words(difference: Difference) -> str:
     field, old, new = difference
     if field == "workload":  # hashes: shows only that they differ
-        return f"workload was {old!s:.12}, is {new!s:.12} (its layers or their code differ)"
+        why = "(its layers, their modes or their code differ)"
+        return f"workload was {old!s:.12}, is {new!s:.12} {why}"
     if field == "inputs.structure":
         return "the nesting of the inputs differs"
     aspects = _aspects(difference)

@@ -45,6 +45,7 @@ from steadytorch.tune.result import (
 from steadytorch.tune.select import CLAIM, CONTENDED, SearchOptions, block_shape, choose
 from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
+from steadytorch.verification.verdict import UNREPEATABLE
 from steadytorch.workload.workload import Workload
 
 ENGINES = "cudnn_engines"
@@ -152,7 +153,11 @@ class Search:
         try:
             self._begin_compiling()
             self._measure_baseline()
-            self._explore()
+            assert self._scheduler.reference is not None
+            if self._scheduler.reference.repeatable:
+                self._explore()
+            else:
+                self._give_up()
             self._decide()
         except KeyboardInterrupt:
             interrupted = True
@@ -192,6 +197,12 @@ class Search:
         self._budget.shape = block_shape(self._options, float(np.median(quiet)))
         self._budget.require_confirmation()
         self._prospects.note((), baseline.screened_ns)
+
+    def _give_up(self) -> None:
+        seconds = self._budget.spent()
+        self._ended = f"stopped after {seconds:.0f} s: outputs change, so nothing can be verified"
+        self._watcher.phase(self._ended)
+        self._scheduler.give_up(UNREPEATABLE)
 
     def _explore(self) -> None:
         character, findings = self._scheduler.character, self._scheduler.findings

@@ -446,16 +446,21 @@ class Session:
 def objection(workload: Workload) -> str | None:
     """Why an inference workload cannot be tuned and what to do; None if it can."""
     from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
 
     if workload.is_training or workload.module is None:
         return None
     for name, module in workload.module.named_modules():
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            return (
-                f"{workload.name} is in training mode, where each call updates the statistics of "
-                f"{name or type(module).__name__}: call model.eval() first, or pass "
-                "Workload.training(...) to tune its steps"
-            )
+            why = "each call updates the statistics of"
+        elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            why = "outputs cannot be verified, because of the random numbers of"
+        else:
+            continue
+        return (
+            f"{workload.name} is in training mode, where {why} {name or type(module).__name__}: "
+            "call model.eval() first, or pass Workload.training(...) to tune its steps"
+        )
     return None
 
 
