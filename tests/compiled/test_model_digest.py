@@ -4,6 +4,8 @@ import copy
 import enum
 import functools
 import importlib
+import json
+import os
 import pickle
 import subprocess
 import sys
@@ -160,6 +162,66 @@ def test_another_process_finds_the_same(tmp_path):
         for seed in ("1", "2")
     }
     assert len(found) == 1
+
+
+READING = """
+import json
+from dataclasses import dataclass
+import torch
+from torch import nn
+from config import CONFIG, SCALE, other
+@dataclass
+class Options:
+    width: float = CONFIG["width"]
+OPTIONS, TABLE, LAYER = Options(), torch.full((2,), CONFIG["table"]), nn.Linear(2, 2, bias=False)
+with torch.no_grad():
+    LAYER.weight.fill_(CONFIG["weight"])
+def factor(by=CONFIG["default"]):
+    return by
+class Net(nn.Module):
+    power = CONFIG["class"]
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(2, 2)
+    def forward(self, x):
+        scale = SCALE["a"]["b"] + OPTIONS.width + self.power + factor() + other.LIMIT
+        return LAYER(self.linear(x)) * scale + TABLE + (1 if "x" in {"x", "y"} else 0)
+"""
+
+
+def test_what_forward_reads_elsewhere_is_part_of_the_contents(tmp_path):
+    (tmp_path / "net.py").write_text(READING)
+    (tmp_path / "other.py").write_text("import config\nLIMIT = config.CONFIG['limit']\n")
+    (tmp_path / "config.py").write_text(
+        "import json, sys\nCONFIG = json.loads(sys.argv[1])\nSCALE = {'a': {'b': CONFIG['deep']}}\n"
+        "import other\n"
+    )
+    program = (
+        "from net import Net; from steadytorch.compiled.model_digest import digest; "
+        "print(digest(Net()))"
+    )
+    names = ("width", "table", "weight", "default", "class", "limit", "deep")
+
+    def found(seed, **changed):
+        values = json.dumps({**dict.fromkeys(names, 1.0), **changed})
+        paths = {"PYTHONPATH": str(Path(model_digest.__file__).parents[2]), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program, values]
+        return subprocess.run(
+            command, cwd=tmp_path, env=paths, capture_output=True, check=True, text=True
+        ).stdout
+
+    assert found("1") == found("2")
+    assert len({found("1", **{name: 2.0}) for name in names} | {found("1")}) == 1 + len(names)
+
+
+def test_a_model_that_reads_the_environment_is_not_compared():
+    class Reading(nn.Module):
+        def forward(self, x):
+            return x * float(os.environ.get("SCALE", "1"))
+
+    with pytest.raises(UnsupportedError, match="reads the environment"):
+        digest(Reading())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from steadytorch.errors import UnsupportedError
 from steadytorch.plan.files import clean
 from steadytorch.workload.hooks import hooks_of, hooks_on_all
+from steadytorch.workload.reads import reads_of
 from steadytorch.workload.slots import slots_of
 
 MOST_OBJECTS = 100_000
@@ -35,6 +36,8 @@ _NAMED = (type, BuiltinFunctionType, ModuleType, torch.layout, torch.memory_form
 _NEUTRAL = (torch.device,)
 """Values covered by the key, or that do not change the program."""
 _OWN = frozenset(vars(nn.Module())) - {"training"}
+_OF_PROCESS = frozenset({"_original_object_hash"})
+"""Attributes that differ in every process: hashes of strings, in configurations of transformers."""
 _EXCLUDED = ("torch", *sys.stdlib_module_names)
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_DATACLASS = "__create_fn__.<locals>."
@@ -44,33 +47,70 @@ _OF_DATACLASS = "__create_fn__.<locals>."
 def digest(model: nn.Module) -> str:
     """SHA-256 of a model's contents: values of tensors and attributes of modules.
 
-    The digest is equal in every process and on every device. Hashing 100 MB of weights takes about
-    60 ms on one core with SHA instructions.
+    It includes what `forward` reads elsewhere: globals, closures, attributes of objects and
+    classes, other modules; see `Reads`. The digest is equal in every process and on every device.
+    Hashing 100 MB of weights takes about 60 ms on one core with SHA instructions.
 
     Raises:
-        UnsupportedError: the model holds an object that cannot be compared, or has a hook.
+        UnsupportedError: the model holds an object that cannot be compared, has a hook, or reads
+            the environment of the process.
     """
-    contents = _Contents()
     try:
-        contents.add(model)
-        found = hashlib.sha256("\n".join(contents.lines).encode(errors="backslashreplace"))
-        with torch.no_grad():
-            for piece in _pieces(contents.tensors):
-                found.update(piece)
+        return _Contents.digest(model, *_read_by(model))
     except (RuntimeError, TypeError, NotImplementedError, RecursionError) as error:
         raise UnsupportedError(f"its model cannot be compared: {clean(error)}") from error
-    return found.hexdigest()
+
+
+def _read_by(model: nn.Module) -> list[Any]:
+    """The modules that a model's code reads beside the model, and digests of all other values.
+
+    Attributes of an object that code reads are values of their own, so of objects themselves only
+    the classes count. Values are found in an order that depends on the hash seed of the process.
+    """
+    trees, known = [model], set[int]()
+    while True:
+        within = [module for tree in trees for module in tree.modules()]
+        known.update(map(id, within))
+        reads = reads_of(within)
+        if not (further := [module for module in reads.modules if id(module) not in known]):
+            break
+        trees += further
+    if reads.mappings:
+        raise UnsupportedError("its model reads the environment of the process")
+    values = reads.values()  # sorts the places
+    names = [*(name for _, name in reads.places), *("cell" for _ in reads.cells)]
+    named = zip(names, values, strict=True)
+    found = [f"{name} {_Contents.digest(value, deep=False)}" for name, value in named]
+    lists = (held if isinstance(held, set) else list(held) for held in reads.lists)
+    found += [_Contents.digest(held, deep=False) for held in lists]
+    return [*trees[1:], sorted(found)]
 
 
 class _Contents:
     """Describes a model's contents as lines of text, and collects the tensors to hash.
+
+    Args:
+        deep: whether to describe attributes of modules and objects; if not, only their classes.
 
     Attributes:
         lines: the description, in order of traversal.
         tensors: all tensors, each once.
     """
 
-    def __init__(self) -> None:
+    @classmethod
+    def digest(cls, *values: Any, deep: bool = True) -> str:
+        """SHA-256 of the contents of these values, in hexadecimal digits."""
+        contents = cls(deep)
+        for value in values:
+            contents.add(value)
+        found = hashlib.sha256("\n".join(contents.lines).encode(errors="backslashreplace"))
+        with torch.no_grad():
+            for piece in _pieces(contents.tensors):
+                found.update(piece)
+        return found.hexdigest()
+
+    def __init__(self, deep: bool = True) -> None:
+        self._deep = deep
         self.lines: list[str] = []
         self.tensors: list[Tensor] = []
         # Keeps the objects alive, because a freed object's id may be reused.
@@ -105,7 +145,7 @@ class _Contents:
         if isinstance(value, Tensor):
             self._line("tensor", type(value).__name__, str(value.dtype), tuple(value.shape))
             self.tensors.append(value)
-        elif isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module) and self._deep:
             self._add_module(value)
         elif isinstance(value, np.ndarray):
             self._line(
@@ -145,9 +185,12 @@ class _Contents:
             home = _home(value.__module__ or "")
             self._line("function", home, value.__qualname__, *_code(value.__code__))
             self._all("holds", held)
+        elif not self._deep:
+            self._all("object", (type(value),))
         elif isinstance(getattr(value, "__dict__", None), dict):
             slots = [getattr(value, name, None) for name in slots_of(type(value))]
-            self._all("object", (type(value), vars(value), *slots))
+            held = {name: part for name, part in vars(value).items() if name not in _OF_PROCESS}
+            self._all("object", (type(value), held, *slots))
         else:
             raise UnsupportedError(
                 f"its model holds a {type(value).__name__}, which cannot be compared"
