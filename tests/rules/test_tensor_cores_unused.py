@@ -9,6 +9,7 @@ from steadytorch.rates.device_rates import Rates
 from steadytorch.rules.tensor_cores_unused import NAME, capability_of, rule
 
 from ..findings.cases import MS, US, launch, op, step, the, trace, traced
+from ..traces import published
 
 
 def _products(*kinds, dtype="float", size=64, name="aten::mm"):
@@ -65,6 +66,8 @@ def test_measured_rates_bound_what_can_be_gained():
         "Cijk_Ailk_Bljk_BBS_BH_MT128x128x32_MI16x16x16x1_SN_1LDSB0",
         "void paged_attention_ll4mi_QKV_mfma16_kernel<__hip_bfloat16>",
         "igemm_fwd_gtcx2_nhwc_bf16_bx0_ex1_bt256x64x32",
+        "void ck::kernel_gemm_xdl_cshuffle_v3<ck::GridwiseGemm_xdl_cshuffle_v3<Layout> >(Argument)",
+        "void ck::kernel_gemm_wmma<ck::GridwiseGemm_Wmma<256, 128> >(Argument)",
     ],
 )
 def test_nothing_is_claimed_of_kernels_of_another_vendor(kernel):
@@ -76,6 +79,41 @@ def test_nothing_is_claimed_of_kernels_of_another_vendor(kernel):
 def test_nothing_is_claimed_of_a_gpu_of_another_vendor():
     read = trace(_products(PLAIN), devices=[{"id": 0, "name": "AMD Instinct MI300X"}])
     assert isinstance(rule(Case(trace=read, ledger=build_ledger(read))), Abstention)
+
+
+def test_calls_of_hip_show_a_gpu_of_another_vendor():
+    events = [step(1, 0, 10 * MS)]
+    events += launch(
+        "my_gemm", call=(0, US), gpu=(MS, 2 * MS), correlation=1, api="hipLaunchKernel"
+    )
+    found = rule(_on(9, events))
+    assert isinstance(found, Abstention)
+    assert "AMD GPU" in found.why
+
+
+CUTLASS_WMMA = (
+    "void cutlass::Kernel2<cutlass_75_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>()",
+    400 * US,
+)
+
+
+def test_kernels_of_cutlass_with_wmma_are_judged():
+    events = _products(CUTLASS_WMMA, PLAIN)
+    assert "50 %" in the(rule(_on(9, events))).title
+
+
+def test_the_name_of_the_gpu_decides_before_names_of_kernels():
+    events = _products(("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32", 400 * US), PLAIN)
+    case = traced(events)
+    assert case.trace.devices[0]["name"].startswith("NVIDIA")
+    assert the(rule(case))
+
+
+@published.needs_published
+@pytest.mark.parametrize("name", ["h100_owlv2", "h100_bert_small"])
+def test_published_traces_of_nvidia_are_judged(name):
+    read = published.trace(name)
+    assert rule(Case(trace=read, ledger=build_ledger(read))) == ()
 
 
 def test_a_gpu_without_tensor_cores_has_none_to_use():

@@ -15,6 +15,7 @@ from steadytorch.rates.launches import Launches, operators_of
 from steadytorch.rates.operator_work import MATRIX
 from steadytorch.rates.products import UNCOUNTED
 from steadytorch.traces.events import Category
+from steadytorch.traces.evidence import by_name
 from steadytorch.traces.kernel_names import (
     is_double,
     is_generated,
@@ -23,6 +24,7 @@ from steadytorch.traces.kernel_names import (
     uses_tensor_cores,
 )
 from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
+from steadytorch.traces.steps import CALLS
 
 NAME = "tensor-cores-unused"
 WITH_TENSOR_CORES = (7, 0)
@@ -59,7 +61,7 @@ def rule(case: Case) -> Verdict:
     seen = gpu_launches(case, NAME)
     if isinstance(seen, Abstention):
         return seen
-    if _is_of_amd(case, seen):
+    if _is_of_amd(seen):
         return Abstention(
             NAME, "the trace is of an AMD GPU, whose kernels it does not know", PROFILE
         )
@@ -107,11 +109,12 @@ def rule(case: Case) -> Verdict:
     )
 
 
-def _is_of_amd(case: Case, seen: Launches) -> bool:
-    names = [str(one.get("name", "")) for one in (case.trace.devices if case.trace else ())]
-    return any(name.startswith(("AMD", "Radeon")) for name in names) or bool(
-        seen.named(is_of_rocm).any()
-    )
+def _is_of_amd(seen: Launches) -> bool:
+    """Whether the GPU is AMD's by its name; without a name, by its calls and kernels."""
+    names = [str(device["name"]) for device in seen.trace.devices if device.get("name")]
+    if names:
+        return any(vendor in name for name in names for vendor in ("AMD", "Radeon", "Instinct"))
+    return bool(len(by_name(seen.trace, CALLS, r"hip[A-Z]\w*")) or seen.named(is_of_rocm).any())
 
 
 def capability_of(case: Case) -> tuple[int, int] | None:

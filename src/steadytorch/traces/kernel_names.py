@@ -22,9 +22,14 @@ _PRODUCT = re.compile(
 )
 _LAYOUT = re.compile(r"nchw_?(?:to|2)_?nhwc|nhwc_?(?:to|2)_?nchw", re.IGNORECASE)
 _DOUBLE = re.compile(r"dgemm|_f64|f64f64|<double", re.IGNORECASE)
-_ROCM = re.compile(r"^Cijk_|_mfma|_wmma_|rocblas|hipblas|miopen|__amd_rocclr|^igemm_\w+_gtc", re.I)
-"""Kernels of AMD's libraries, such as Tensile's `Cijk_*`, MIOpen's, and kernels whose names contain
-a matrix instruction (`mfma`, `wmma`)."""
+_ROCM = re.compile(
+    r"^Cijk_|_mfma|_xdl|(?<!cutlass_\d\d)_wmma_|rocblas|hipblas|miopen|__amd_rocclr"
+    r"|^igemm_\w+_gtc|\bck(?:_tile)?::",
+    re.IGNORECASE,
+)
+"""Kernels of AMD's libraries, such as Tensile's `Cijk_*`, MIOpen's and Composable Kernel's `ck::`,
+and kernels whose names contain a matrix instruction (`mfma`, `xdl`, `wmma`). CUTLASS names NVIDIA's
+`wmma` instructions alike."""
 _COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 
 
