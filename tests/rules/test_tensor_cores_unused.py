@@ -8,7 +8,7 @@ from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rates.device_rates import Rates
 from steadytorch.rules.tensor_cores_unused import NAME, capability_of, rule
 
-from ..findings.cases import MS, US, launch, op, step, the, trace, traced
+from ..findings.cases import MS, US, kernel, launch, op, runtime, step, the, trace, traced
 from ..traces import published
 
 
@@ -16,11 +16,11 @@ def _products(*kinds, dtype="float", size=64, name="aten::mm"):
     """Operators of one kernel each: names and lengths."""
     dims = [[size, size]] * 2
     events = [step(1, 0, 10 * MS)]
-    for at, (kernel, length) in enumerate(kinds):
+    for at, (kind, length) in enumerate(kinds):
         host = at * 20 * US
         events.append(op(name, host, host + 15 * US, dims=dims, types=[dtype] * 2))
         events += launch(
-            kernel,
+            kind,
             call=(host + US, host + 2 * US),
             gpu=(MS + at * MS, MS + at * MS + length),
             correlation=at + 1,
@@ -168,6 +168,37 @@ def test_kernels_of_a_graph_are_told_by_their_names():
         api="cudaGraphLaunch",
     )
     assert the(rule(_on(7, events))).cost_ns == MS
+
+
+def _replay(*kernels):
+    """A replay of a graph with these kernels, 1 ms each."""
+    events = [step(1, 0, 10 * MS), runtime("cudaGraphLaunch", 0, US, correlation=1)]
+    for at, name in enumerate(kernels, 1):
+        events.append(kernel(name, at * MS, (at + 1) * MS, correlation=1))
+    return _on(9, events)
+
+
+FLASH_3 = (
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"
+    "CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1> >, 128, cutlass::bfloat16_t, float> > > >"
+)
+DEEP_GEMM = (
+    "void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 64u, 128u, (deep_gemm::GemmType)0>(CUtensorMap)"
+)
+
+
+def test_libraries_for_tensor_cores_in_a_graph_are_fine():
+    assert rule(_replay(FLASH_3, DEEP_GEMM, "nvjet_tst_128x64_64x9_2x1_v_bz_TNT")) == ()
+
+
+def test_products_of_unknown_precision_in_a_graph_cannot_be_judged():
+    found = rule(_replay("my_gemm_kernel", "nvjet_tst_128x64_64x9_2x1_v_bz_TNT"))
+    assert isinstance(found, Abstention)
+    assert "operators" in found.why
+
+
+def test_products_of_unknown_precision_are_not_counted():
+    assert the(rule(_replay("my_gemm_kernel", "volta_sgemm_128x64_nn"))).cost_ns == MS
 
 
 def test_the_capability_of_the_devices_facts_stands_in_for_the_trace():

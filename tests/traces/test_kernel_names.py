@@ -7,6 +7,7 @@ from steadytorch.traces.kernel_names import (
     converts_layout,
     is_double,
     is_product,
+    is_single,
     short,
     uses_tensor_cores,
 )
@@ -24,6 +25,9 @@ WITH = [
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>(Params)",
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_64x256x64_4x1x1",
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"
+    "CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1> >, 128, cutlass::bfloat16_t, float> > > >",
+    "void deep_gemm::fp8_gemm_kernel<4096u, 7168u, 64u, 128u, (deep_gemm::GemmType)0>(CUtensorMap)",
 ]
 WITHOUT = [
     "volta_sgemm_128x64_nn",
@@ -55,6 +59,16 @@ def test_names_with_marks_of_tensor_cores(name):
 @pytest.mark.parametrize("name", WITHOUT + OTHERS)
 def test_names_without_such_marks(name):
     assert not uses_tensor_cores(name)
+
+
+@pytest.mark.parametrize("name", WITHOUT[:8])
+def test_names_of_arithmetic_in_single_precision(name):
+    assert is_single(name)
+
+
+@pytest.mark.parametrize("name", [*WITH[:-2], "my_gemm_kernel", "gemm_bf16_128x128"])
+def test_names_that_do_not_show_single_precision(name):
+    assert uses_tensor_cores(name) or not is_single(name)
 
 
 @pytest.mark.parametrize("name", [n for n in WITH + WITHOUT if "nchwToNhwc" not in n])

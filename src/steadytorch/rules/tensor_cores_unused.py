@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from steadytorch.traces.kernel_names import (
     is_generated,
     is_of_rocm,
     is_product,
+    is_single,
     uses_tensor_cores,
 )
 from steadytorch.traces.operands import DTYPES, NotRecordedError, Operands
@@ -70,18 +72,14 @@ def rule(case: Case) -> Verdict:
         return Abstention(NAME, "the trace does not name its GPU", PROFILE)
     if capability < WITH_TENSOR_CORES:
         return ()
-    eligible, owner = _eligible(seen)
-    using = eligible & seen.named(uses_tensor_cores)
-    unused = eligible & ~_of_same(owner, using) & _could(seen)
-    kinds = _element_types(seen, np.where(unused, owner, -1))
-    unused &= kinds != "float64"
+    products = _products(seen)
     busy = max(1, spent_per_step(seen, seen.of(Category.KERNEL)))
-    cost = spent_per_step(seen, unused)
-    could, used = spent_per_step(seen, eligible), spent_per_step(seen, using)
-    if cost <= (LEAST_SHARE if used else LEAST_SHARE_OF_NONE) * busy:
-        return ()
-    single = unused & ~np.isin(kinds, ("float16", "bfloat16"))
-    in_single = spent_per_step(seen, single)
+    cost, used = spent_per_step(seen, products.unused), spent_per_step(seen, products.using)
+    least = (LEAST_SHARE if used else LEAST_SHARE_OF_NONE) * busy
+    if cost <= least:
+        return _UNTOLD if spent_per_step(seen, products.untold) > least else ()
+    could = spent_per_step(seen, products.eligible)
+    in_single = cost - spent_per_step(seen, products.unused & products.half)
     hi = round(cost * (1 - 1 / _speed_up(case.rates)))
     shares = percent(cost / busy)
     return (
@@ -91,10 +89,10 @@ def rule(case: Case) -> Verdict:
             title="convolutions, matrix products and attention without tensor cores take "
             f"{shares} of kernel time",
             evidence=(
-                *map(str, longest(seen, unused)),
+                *map(str, longest(seen, products.unused)),
                 f"operators that could use tensor cores take {percent(could / busy)} of kernel "
                 f"time, kernels that use them {percent(used / busy)}",
-                *_reasons(seen, unused & ~single, owner, in_single / max(1, cost), capability),
+                *_reasons(products, in_single / max(1, cost), capability),
             ),
             slices=("gpu_kernel",),
             cost_ns=cost,
@@ -107,6 +105,13 @@ def rule(case: Case) -> Verdict:
             "kernels whose names do not show it.",
         ),
     )
+
+
+_UNTOLD = Abstention(
+    NAME,
+    "neither operators nor kernel names show the precision of most products",
+    "profile without CUDA graphs, with ProfilerActivity.CPU and record_shapes=True",
+)
 
 
 def _is_of_amd(seen: Launches) -> bool:
@@ -132,13 +137,42 @@ def capability_of(case: Case) -> tuple[int, int] | None:
     return int(major), int(minor or 0)
 
 
-def _eligible(seen: Launches) -> tuple[np.ndarray, np.ndarray]:
-    """Mask of matrix product kernels, and the row of each one's operator; -1 if unknown."""
+@dataclass(frozen=True, eq=False)
+class _Products:
+    """Kernels of matrix products, convolutions and attention: masks of shape (launches,).
+
+    Attributes:
+        seen: all launches.
+        eligible: kernels of operators that could use tensor cores.
+        using: those that use them.
+        unused: those that could but do not.
+        untold: those whose precision neither their inputs nor their names show.
+        half: those with inputs in 16 bits.
+        owner: row of each kernel's operator; -1 if unknown.
+    """
+
+    seen: Launches
+    eligible: np.ndarray
+    using: np.ndarray
+    unused: np.ndarray
+    untold: np.ndarray
+    half: np.ndarray
+    owner: np.ndarray
+
+
+def _products(seen: Launches) -> _Products:
     operators = operators_of(seen.trace)
     nearest = operators.nearest(operators.named(ELIGIBLE))
     owner = np.where(seen.operator >= 0, nearest[seen.operator], -1)
     alone = (seen.operator < 0) & seen.named(is_product)
-    return seen.of(Category.KERNEL) & ((owner >= 0) | alone), owner
+    eligible = seen.of(Category.KERNEL) & ((owner >= 0) | alone)
+    using = eligible & seen.named(uses_tensor_cores)
+    unused = eligible & ~_of_same(owner, using) & _could(seen)
+    kinds = _element_types(seen, np.where(unused, owner, -1))
+    unused &= kinds != "float64"
+    untold = unused & (kinds == "") & ~seen.named(is_single)
+    half = np.isin(kinds, ("float16", "bfloat16"))
+    return _Products(seen, eligible, using, unused & ~untold, untold, half, owner)
 
 
 def _of_same(owner: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -163,15 +197,14 @@ def _element_types(seen: Launches, owner: np.ndarray) -> np.ndarray:
     return found
 
 
-def _reasons(
-    seen: Launches, half: np.ndarray, owner: np.ndarray, single: float, capability: tuple[int, int]
-) -> list[str]:
+def _reasons(products: _Products, single: float, capability: tuple[int, int]) -> list[str]:
     lines = []
     if single > 0:
         tf32 = ", without TF32" if capability >= WITH_TF32 else ""
         lines.append(f"{percent(single)} of that time is in float32 or an unknown type{tf32}")
     odd: Counter[str] = Counter()
-    for row in np.unique(owner[half & (owner >= 0)]).tolist():
+    seen, half = products.seen, products.unused & products.half & (products.owner >= 0)
+    for row in np.unique(products.owner[half]).tolist():
         if (shapes := _odd_shapes(seen, row)) is not None:
             odd[f"{seen.trace.name_of(row)} {shapes}"] += 1
     for what, count in odd.most_common(2):

@@ -9,12 +9,13 @@ _TENSOR_CORES = re.compile(
     # Shape of the matrix instruction, m16n8k16 as 16816, after the accumulator type.
     r"[shdizc](?:884|1688|8816|8832)(?![0-9])|168(?:08|16|32|64)|161616"
     r"|tensorop|wmma|hmma|imma|dmma|gmma|qmma|umma|utcmma|tcgen05|tf32|nvjet"
-    r"|xmma_\w*(?:bf16|f16|e4m3|e5m2|i8)|flash_(?:fwd|bwd)|fmha",
+    r"|xmma_\w*(?:bf16|f16|e4m3|e5m2|i8)|flash_(?:fwd|bwd)|flashattn(?:fwd|bwd)|fmha|deep_gemm",
     re.IGNORECASE,
 )
 """Name parts that show tensor cores: the list of Kineto's TensorBoard plug-in (`tb_plugin`,
 tensor core kernels), CUTLASS's instruction names, and later libraries."""
 _FP32_ATTENTION = re.compile(r"fmha_cutlass[FB]_f32|sm50_simt", re.IGNORECASE)
+_SINGLE = re.compile(r"sgemm|scudnn|f32f32|ffma|simt|<float\b|fmha_cutlass[FB]_f32", re.IGNORECASE)
 _PRODUCT = re.compile(
     r"gemm|gemv|conv(?!ert)|fprop|dgrad|wgrad|winograd|cutlass|xmma|nvjet"
     r"|scudnn|\d{3}cudnn|flash_(?:fwd|bwd)|fmha|sdpa",
@@ -58,6 +59,11 @@ def converts_layout(name: str) -> bool:
 def is_double(name: str) -> bool:
     """Whether a kernel's name shows double precision."""
     return _DOUBLE.search(name) is not None
+
+
+def is_single(name: str) -> bool:
+    """Whether a kernel's name shows arithmetic in single precision; TF32's may look alike."""
+    return _SINGLE.search(name) is not None
 
 
 def is_of_rocm(name: str) -> bool:
