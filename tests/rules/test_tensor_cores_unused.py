@@ -139,6 +139,51 @@ def test_odd_sizes_in_16_bits_are_named():
     assert found.transforms == ()
 
 
+def _half(name, *shapes):
+    """A case of one operator in 16 bits whose kernel shows nothing of tensor cores."""
+    events = [
+        step(1, 0, 10 * MS),
+        op(name, 0, 15 * US, dims=[list(s) for s in shapes], types=["c10::Half"] * len(shapes)),
+        *launch("my_kernel", call=(US, 2 * US), gpu=(MS, 2 * MS), correlation=1),
+    ]
+    return _on(9, events)
+
+
+HEADS = (32, 12, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("aten::_scaled_dot_product_efficient_attention", (HEADS,) * 3),
+        ("aten::bmm", ((12, 31, 64), (12, 64, 64))),
+        ("aten::convolution", ((1, 64, 31), (64, 64, 3))),
+        ("aten::convolution_backward", ((1, 64, 31), (1, 64, 31), (64, 64, 3))),
+    ],
+)
+def test_padding_is_not_advised_where_channels_and_features_fit(name, shapes):
+    found = the(rule(_half(name, *shapes)))
+    assert not any("multiples" in line for line in found.evidence)
+    assert "Pad" not in found.fix
+    assert found.confidence == "low"
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("aten::_scaled_dot_product_efficient_attention", ((32, 16, 128, 60),) * 3),
+        ("aten::addmm", ((30522,), (144, 512), (512, 30522))),
+        ("aten::convolution", ((8, 63, 64), (64, 63, 3))),
+        ("aten::convolution", ((1, 64, 20, 20), (255, 64, 1, 1))),
+        ("aten::convolution_backward", ((1, 255, 20, 20), (1, 64, 20, 20), (255, 64, 1, 1))),
+    ],
+)
+def test_padding_is_advised_where_channels_or_features_are_odd(name, shapes):
+    found = the(rule(_half(name, *shapes)))
+    assert any(str(list(shapes[-1])) in line for line in found.evidence)
+    assert "multiples of 8" in found.fix
+
+
 @pytest.mark.parametrize(
     ("kernel", "more"),
     [

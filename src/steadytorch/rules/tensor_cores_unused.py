@@ -80,6 +80,8 @@ def rule(case: Case) -> Verdict:
         return _UNTOLD if spent_per_step(seen, products.untold) > least else ()
     could = spent_per_step(seen, products.eligible)
     in_single = cost - spent_per_step(seen, products.unused & products.half)
+    odd = _odd_sizes(products)
+    unexplained = in_single <= cost / 2 and not odd
     hi = round(cost * (1 - 1 / _speed_up(case.rates)))
     shares = percent(cost / busy)
     return (
@@ -92,13 +94,13 @@ def rule(case: Case) -> Verdict:
                 *map(str, longest(seen, products.unused)),
                 f"operators that could use tensor cores take {percent(could / busy)} of kernel "
                 f"time, kernels that use them {percent(used / busy)}",
-                *_reasons(products, in_single / max(1, cost), capability),
+                *_reasons(odd, in_single / max(1, cost), capability),
             ),
             slices=("gpu_kernel",),
             cost_ns=cost,
             recoverable_ns=(0, hi),
-            confidence="high" if not used else "medium",
-            fix=_fix(capability, in_single > cost / 2),
+            confidence="low" if unexplained else "medium" if used else "high",
+            fix=_UNEXPLAINED if unexplained else _fix(capability, in_single > cost / 2),
             transforms=_transforms(case, capability, in_single > cost / 2),
             check=CHECK,
             false_alarm="results need float32 precision, or libraries use tensor cores in "
@@ -197,19 +199,24 @@ def _element_types(seen: Launches, owner: np.ndarray) -> np.ndarray:
     return found
 
 
-def _reasons(products: _Products, single: float, capability: tuple[int, int]) -> list[str]:
+def _reasons(odd: Counter[str], single: float, capability: tuple[int, int]) -> list[str]:
     lines = []
     if single > 0:
         tf32 = ", without TF32" if capability >= WITH_TF32 else ""
         lines.append(f"{percent(single)} of that time is in float32 or an unknown type{tf32}")
+    for what, count in odd.most_common(2):
+        lines.append(f"sizes that are not multiples of {MULTIPLE}: {what} ({count})")
+    return lines
+
+
+def _odd_sizes(products: _Products) -> Counter[str]:
+    """Count the operators in 16 bits with odd sizes, by name and shapes."""
     odd: Counter[str] = Counter()
     seen, half = products.seen, products.unused & products.half & (products.owner >= 0)
     for row in np.unique(products.owner[half]).tolist():
         if (shapes := _odd_shapes(seen, row)) is not None:
             odd[f"{seen.trace.name_of(row)} {shapes}"] += 1
-    for what, count in odd.most_common(2):
-        lines.append(f"sizes that are not multiples of {MULTIPLE}: {what} ({count})")
-    return lines
+    return odd
 
 
 def _odd_shapes(seen: Launches, row: int) -> str | None:
@@ -221,10 +228,17 @@ def _odd_shapes(seen: Launches, row: int) -> str | None:
         ]
     except NotRecordedError:
         return None
-    channels = [shape[1 if len(shape) > 3 else len(shape) - 1] for shape in shapes]
-    if not any(size % MULTIPLE for size in channels):
+    if not any(size % MULTIPLE for size in _channels(seen.trace.name_of(row), shapes)):
         return None
     return " x ".join(str(list(shape)) for shape in shapes)
+
+
+def _channels(name: str, shapes: list[tuple[int, ...]]) -> list[int]:
+    """Channels of a convolution; of other products, the features: the last dimensions."""
+    if "conv" not in name:
+        return [shape[-1] for shape in shapes]
+    made = [] if "backward" in name else [shape[0] for shape in shapes[1:2]]
+    return [*(shape[1] for shape in shapes), *made]
 
 
 def _speed_up(rates: Rates | None) -> float:
@@ -232,6 +246,12 @@ def _speed_up(rates: Rates | None) -> float:
     slow = measured.get("float32")
     fast = max((measured.get(kind, 0.0) for kind in ("tf32", "bfloat16", "float16")), default=0.0)
     return max(1.0, fast / slow) if slow and fast else SPEED_UP
+
+
+_UNEXPLAINED = (
+    "Types and sizes allow tensor cores: check in a kernel profiler which these kernels use, and "
+    "try another backend (torch.nn.attention.sdpa_kernel) or newer libraries."
+)
 
 
 def _fix(capability: tuple[int, int], single: bool) -> str:
