@@ -9,7 +9,7 @@ from steadytorch.findings.finding import Abstention, Case
 from steadytorch.rules.launch_bound import NAME, rule
 from steadytorch.workload.workload import Workload
 
-from ..findings.cases import MS, US, launch, op, step, the, traced
+from ..findings.cases import MS, US, annotation, launch, op, step, the, traced
 
 
 def _loop(count=20, kernel_ns=5 * US, every_ns=40 * US):
@@ -70,6 +70,17 @@ def test_training_steps_are_not_offered_a_graph():
         model, torch.ones(1, 2), torch.sum, lambda p: torch.optim.SGD(p, lr=0.1)
     )
     assert the(rule(traced(_loop(), workload=workload))).transforms == ("compile",)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        annotation("Optimizer.step#SGD.step", 800 * US, 810 * US),
+        op("autograd::engine::evaluate_function: AddmmBackward0", 800 * US, 810 * US),
+    ],
+)
+def test_traces_of_training_are_not_offered_a_graph(event):
+    assert the(rule(traced([*_loop(), event]))).transforms == ("compile",)
 
 
 def test_a_trace_of_the_cpu_alone_abstains():

@@ -8,7 +8,19 @@ from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rates.device_rates import Rates
 from steadytorch.rules.tensor_cores_unused import NAME, capability_of, rule
 
-from ..findings.cases import MS, US, kernel, launch, op, runtime, step, the, trace, traced
+from ..findings.cases import (
+    MS,
+    US,
+    annotation,
+    kernel,
+    launch,
+    op,
+    runtime,
+    step,
+    the,
+    trace,
+    traced,
+)
 from ..traces import published
 
 
@@ -51,6 +63,39 @@ def test_a_gpu_without_tf32_is_not_offered_it():
     found = the(rule(_on(7, _products(PLAIN))))
     assert "tf32" not in found.transforms
     assert "TF32" not in found.fix
+
+
+@pytest.mark.parametrize(("major", "named"), [(7, False), (8, True)])
+def test_bfloat16_is_named_only_where_the_gpu_computes_in_it(major, named):
+    assert ("bfloat16" in the(rule(_on(major, _products(PLAIN)))).fix) is named
+
+
+OF_TRAINING = [
+    annotation("Optimizer.step#SGD.step", 9 * MS, 9 * MS + US),
+    op("autograd::engine::evaluate_function: MmBackward0", 9 * MS, 9 * MS + US),
+]
+
+
+@pytest.mark.parametrize("event", OF_TRAINING)
+def test_weights_of_a_training_trace_are_not_to_be_cast(event):
+    found = the(rule(_on(8, [*_products(PLAIN), event])))
+    assert found.transforms == ("tf32", "autocast")
+    assert "weights in" not in found.fix
+
+
+def test_training_in_float16_needs_a_gradient_scaler():
+    found = the(rule(_on(7, [*_products(PLAIN), OF_TRAINING[0]])))
+    assert "GradScaler" in found.fix
+    assert found.transforms == ()
+
+
+@published.needs_published
+@pytest.mark.parametrize("name", ["kineto_v100_resnet50_workers0", "v100_resnet_ns_resolution"])
+def test_published_training_on_a_v100_is_told_what_it_can_use(name):
+    read = published.trace(name)
+    found = the(rule(Case(trace=read, ledger=build_ledger(read))))
+    assert "bfloat16" not in found.fix
+    assert "cast_weights" not in found.transforms
 
 
 def test_measured_rates_bound_what_can_be_gained():

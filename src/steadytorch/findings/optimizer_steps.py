@@ -1,4 +1,4 @@
-"""Helpers of optimizer rules: the operators that optimizer steps run, and their time."""
+"""Training in a trace: whether steps train, the operators of optimizers, and their time."""
 
 from __future__ import annotations
 
@@ -74,6 +74,20 @@ class OptimizerWork:
             f"{duration(working)} of GPU work and {duration(launching)} of waiting for launches, "
             "a step"
         )
+
+
+def is_training(case: Case) -> bool:
+    """Whether steps train: as the workload says, else if a trace has optimizer steps or gradients.
+
+    Args:
+        case: input of the rule.
+    """
+    if case.workload is not None:
+        return case.workload.is_training
+    if case.trace is None:
+        return False
+    marks = by_name(case.trace, RANGES, _STEP)
+    return bool(len(marks) or len(by_name(case.trace, (Category.CPU_OP,), _BACKWARD)))
 
 
 def optimizer_work(case: Case, rule: str) -> OptimizerWork | Verdict:

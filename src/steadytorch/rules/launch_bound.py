@@ -7,6 +7,7 @@ import numpy as np
 from steadytorch.findings.figures import duration, many, percent, variance_of
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, busy_ns, gpu_launches, per_step, step_ns
+from steadytorch.findings.optimizer_steps import is_training
 from steadytorch.rates.launches import Launches
 from steadytorch.traces.events import Category
 
@@ -60,7 +61,7 @@ def rule(case: Case) -> Verdict:
             confidence="high" if short and share > CLEAR_SHARE else "medium",
             fix="Launch many kernels at once with a CUDA graph, or fuse them with torch.compile. "
             "A larger batch gives each kernel more work.",
-            transforms=_transforms(case),
+            transforms=("compile",) if is_training(case) else ("cuda_graph", "compile"),
             check=CHECK,
             false_alarm="the profiler slowed the host (Python stacks most of all): compare with "
             "the unprofiled time.",
@@ -93,8 +94,3 @@ def _idle_unprofiled_ns(case: Case, seen: Launches) -> int | None:
     if case.measured is None:
         return None
     return max(0, round(case.measured.period.median_ns - busy_ns(seen.ledger)))
-
-
-def _transforms(case: Case) -> tuple[str, ...]:
-    training = case.workload is not None and case.workload.is_training
-    return ("compile",) if training else ("cuda_graph", "compile")

@@ -11,6 +11,7 @@ import numpy as np
 from steadytorch.findings.figures import percent
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, PROFILE, gpu_launches, longest, spent_per_step
+from steadytorch.findings.optimizer_steps import is_training
 from steadytorch.rates.device_rates import Rates
 from steadytorch.rates.launches import Launches, operators_of
 from steadytorch.rates.operator_work import MATRIX
@@ -30,7 +31,7 @@ from steadytorch.traces.steps import CALLS
 
 NAME = "tensor-cores-unused"
 WITH_TENSOR_CORES = (7, 0)
-WITH_TF32 = (8, 0)
+WITH_TF32 = WITH_BFLOAT16 = (8, 0)
 """Minimum compute capabilities (CUDA C++ Programming Guide, "Compute capabilities", technical
 specifications)."""
 LEAST_SHARE = 0.1
@@ -80,8 +81,9 @@ def rule(case: Case) -> Verdict:
         return _UNTOLD if spent_per_step(seen, products.untold) > least else ()
     could = spent_per_step(seen, products.eligible)
     in_single = cost - spent_per_step(seen, products.unused & products.half)
-    odd = _odd_sizes(products)
-    unexplained = in_single <= cost / 2 and not odd
+    single, odd = in_single > cost / 2, _odd_sizes(products)
+    fix = _PAD if odd else _UNEXPLAINED
+    training = is_training(case)
     hi = round(cost * (1 - 1 / _speed_up(case.rates)))
     shares = percent(cost / busy)
     return (
@@ -99,9 +101,9 @@ def rule(case: Case) -> Verdict:
             slices=("gpu_kernel",),
             cost_ns=cost,
             recoverable_ns=(0, hi),
-            confidence="low" if unexplained else "medium" if used else "high",
-            fix=_UNEXPLAINED if unexplained else _fix(capability, in_single > cost / 2),
-            transforms=_transforms(case, capability, in_single > cost / 2),
+            confidence="low" if not (single or odd) else "medium" if used else "high",
+            fix=_fix(capability, training) if single else fix,
+            transforms=_transforms(capability, training) if single else (),
             check=CHECK,
             false_alarm="results need float32 precision, or libraries use tensor cores in "
             "kernels whose names do not show it.",
@@ -248,26 +250,29 @@ def _speed_up(rates: Rates | None) -> float:
     return max(1.0, fast / slow) if slow and fast else SPEED_UP
 
 
+_PAD = f"Pad channels and features to multiples of {MULTIPLE}, for 16-bit tensor core kernels."
 _UNEXPLAINED = (
     "Types and sizes allow tensor cores: check in a kernel profiler which these kernels use, and "
     "try another backend (torch.nn.attention.sdpa_kernel) or newer libraries."
 )
 
 
-def _fix(capability: tuple[int, int], single: bool) -> str:
-    if not single:
-        return (
-            f"Pad channels and features to multiples of {MULTIPLE}, for 16-bit tensor core kernels."
-        )
-    tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
-    return "Compute in 16 bits: torch.autocast, or weights in bfloat16 or float16" + (
-        f"{tf32}." if capability >= WITH_TF32 else "."
-    )
+def _fix(capability: tuple[int, int], training: bool) -> str:
+    """The fix for products in float32: 16 bits, or TF32."""
+    wide = capability >= WITH_BFLOAT16
+    if training:
+        scaled = "bfloat16" if wide else "float16, with torch.amp.GradScaler"
+        way = f"Compute in 16 bits: torch.autocast in {scaled}"
+    else:
+        kinds = "bfloat16 or float16" if wide else "float16"
+        way = f"Compute in 16 bits: torch.autocast, or weights, in {kinds}"
+    tf32 = "; or torch.set_float32_matmul_precision('high') for TF32"
+    return f"{way}{tf32 if capability >= WITH_TF32 else ''}."
 
 
-def _transforms(case: Case, capability: tuple[int, int], single: bool) -> tuple[str, ...]:
-    if not single:
-        return ()
-    training = case.workload is not None and case.workload.is_training
-    names = ["tf32"] if capability >= WITH_TF32 else []
-    return (*names, "autocast", *(() if training else ("cast_weights",)))
+def _transforms(capability: tuple[int, int], training: bool) -> tuple[str, ...]:
+    """The transforms of that fix; `autocast` trains in bfloat16 only."""
+    tf32 = ("tf32",) if capability >= WITH_TF32 else ()
+    if training:
+        return (*tf32, "autocast") if capability >= WITH_BFLOAT16 else tf32
+    return (*tf32, "autocast", "cast_weights")
