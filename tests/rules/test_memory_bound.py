@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from steadytorch.findings.finding import Abstention, Case
 from steadytorch.rates.device_rates import Rates
 from steadytorch.rules.memory_bound import NAME, rule
 
-from ..findings.cases import MS, US, launch, op, step, the, traced
+from ..findings.cases import MS, US, annotation, launch, op, step, the, traced
 
 RATES = Rates(device="", copy_bandwidth_bytes_per_s=1e12, matrix_flops_per_s={"float32": 1e13})
 VECTORS = {"dims": [[1 << 20], [1 << 20], []], "types": ["float", "float", "Scalar"]}
@@ -35,6 +37,36 @@ def test_kernels_far_from_it_are_not():
 def test_what_fits_into_a_cache_is_no_traffic_of_the_memory():
     small = {"dims": [[1 << 16], [1 << 16], []], "types": ["float", "float", "Scalar"]}
     assert rule(traced(_additions(LEAST_NS / 16 / 0.7, **small), rates=RATES)) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("c10::BFloat16", 2), ("c10::Half", 2), ("signed char", 1), ("int", 4)]
+)
+def test_tensors_that_16_bits_make_no_smaller_are_not_to_be_cast(kind, size):
+    inputs = {"dims": VECTORS["dims"], "types": [kind, kind, "Scalar"]}
+    found = the(rule(traced(_additions(LEAST_NS * size / 4 / 0.7, **inputs), rates=RATES)))
+    assert "16 bits" not in found.fix
+    assert found.transforms == ("compile",)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("float", 4), ("double", 8)])
+def test_wide_floating_point_numbers_are(kind, size):
+    inputs = {"dims": VECTORS["dims"], "types": [kind, kind, "Scalar"]}
+    found = the(rule(traced(_additions(LEAST_NS * size / 4 / 0.7, **inputs), rates=RATES)))
+    assert "16 bits" in found.fix
+    assert found.transforms == ("compile", "cast_weights", "autocast")
+
+
+def test_element_types_count_on_a_cpu_too():
+    inputs = {"dims": VECTORS["dims"], "types": ["c10::BFloat16", "c10::BFloat16", "Scalar"]}
+    events = [step(1, 0, 10 * MS), op("aten::add", 0, round(LEAST_NS / 2 / 0.7), **inputs)]
+    assert the(rule(traced(events, rates=RATES))).transforms == ("compile",)
+
+
+def test_weights_of_a_training_trace_are_not_to_be_cast():
+    mark = annotation("Optimizer.step#SGD.step", 9 * MS, 9 * MS + US)
+    found = the(rule(traced([*_additions(LEAST_NS / 0.7), mark], rates=RATES)))
+    assert found.transforms == ("compile", "autocast")
 
 
 def test_a_small_part_of_the_work_is_not_worth_it():

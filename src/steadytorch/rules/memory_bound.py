@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from steadytorch.findings.figures import duration, percent
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, PROFILE, SHAPES
+from steadytorch.findings.optimizer_steps import is_training
+from steadytorch.ledger.ledger import Ledger
+from steadytorch.rates.launches import launches_of, operators_of
 from steadytorch.rates.operator_work import MATRIX
 from steadytorch.rates.roofline import Line, roofline
+from steadytorch.traces.events import Trace
 from steadytorch.traces.kernel_names import is_product, short
 
 NAME = "memory-bound"
@@ -44,6 +50,7 @@ def rule(case: Case) -> Verdict:
         return ()
     fusable = sum(line.time_ns for line in found if not _multiplies(line))
     bandwidth = case.rates.copy_bandwidth_bytes_per_s
+    halves = ", or compute in 16 bits" if _is_wide(case.trace, case.ledger, found) else ""
     return (
         Finding(
             id=NAME,
@@ -55,9 +62,9 @@ def rule(case: Case) -> Verdict:
             cost_ns=cost // seen.steps,
             recoverable_ns=(0, fusable // seen.steps),
             confidence="medium",
-            fix="Move fewer bytes: fuse neighbouring elementwise operators (torch.compile), or "
-            "compute in 16 bits.",
-            transforms=("compile", "cast_weights", "autocast"),
+            fix="Move fewer bytes: fuse neighbouring elementwise operators (torch.compile)"
+            f"{halves}.",
+            transforms=("compile", *(_halving(case) if halves else ())),
             check=CHECK,
             false_alarm="the operators have no neighbour to fuse with, or their data stays in "
             "cache (more than 100 % of the limit).",
@@ -69,6 +76,25 @@ def _is_bound(line: Line) -> bool:
     near = (line.share_of_limit or 0.0) > LEAST_OF_BANDWIDTH
     large = (line.bytes or 0) >= LEAST_BYTES * line.count
     return near and large and line.bound == "memory" and line.known_ns > line.time_ns / 2
+
+
+def _is_wide(trace: Trace, ledger: Ledger, lines: list[Line]) -> bool:
+    """Whether operators of these lines move floating-point numbers that 16 bits make smaller."""
+    names = {line.name for line in lines}
+    operators = operators_of(trace)
+    if ledger.kind == "gpu":
+        seen = launches_of(trace, ledger)
+        rows = seen.operator[seen.named(names.__contains__) & (seen.operator >= 0)]
+    else:
+        rows = np.flatnonzero(operators.named(names))
+    index, works = operators.works
+    owner = operators.charged[rows]
+    found = [works[place] for place in np.unique(index[owner[owner >= 0]])]
+    return any(w.dtype in ("float32", "float64") and w.bytes >= LEAST_BYTES for w in found)
+
+
+def _halving(case: Case) -> tuple[str, ...]:
+    return ("autocast",) if is_training(case) else ("cast_weights", "autocast")
 
 
 def _multiplies(line: Line) -> bool:
