@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from steadytorch.ledger.ledger import CPU_SLICES, SLICES, Ledger, Owned
 from steadytorch.rates.regime import REGIMES, regime_of
@@ -87,9 +87,18 @@ def test_kernels_near_a_limit_are_bound_by_it(memory, compute, share, expected):
 
 def test_limits_of_a_small_part_of_the_time_name_no_regime():
     known = lines(30, 10, 0.9)
-    slow = msgspec.structs.replace(known, busy_ns=2 * known.known_ns + 1)
+    slow = replace(known, busy_ns=2 * known.known_ns + 1)
     assert regime_of(ledger(gpu_kernel=100), known) == "memory-bound"
     assert regime_of(ledger(gpu_kernel=100), slow) == "kernel-bound"
+
+
+def test_data_from_a_cache_is_not_bound_by_memory():
+    seen = lines(70, 30, 3.0)
+    memory, compute = seen.lines
+    cached = replace(memory, share_of_limit=3.5)
+    assert regime_of(ledger(gpu_kernel=100), replace(seen, lines=(cached,))) == "kernel-bound"
+    both = replace(seen, lines=(cached, compute))
+    assert regime_of(ledger(gpu_kernel=100), both) == "compute-bound"
 
 
 def test_without_steps_nothing_is_told():

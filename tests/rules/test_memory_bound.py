@@ -39,6 +39,11 @@ def test_what_fits_into_a_cache_is_no_traffic_of_the_memory():
     assert rule(traced(_additions(LEAST_NS / 16 / 0.7, **small), rates=RATES)) == ()
 
 
+def test_data_faster_than_the_memory_came_from_a_cache():
+    assert rule(traced(_additions(LEAST_NS / 3.5), rates=RATES)) == ()
+    assert the(rule(traced(_additions(LEAST_NS / 1.1), rates=RATES)))
+
+
 @pytest.mark.parametrize(
     ("kind", "size"), [("c10::BFloat16", 2), ("c10::Half", 2), ("signed char", 1), ("int", 4)]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steadytorch.ledger.ledger import Ledger
-from steadytorch.rates.roofline import Roofline
+from steadytorch.rates.roofline import FROM_CACHE, Roofline
 
 REGIMES = {
     "compute-bound": "arithmetic sets the pace",
@@ -57,7 +57,7 @@ def regime_of(ledger: Ledger | None, lines: Roofline | None = None) -> str:
     the regime. Otherwise, communication or copies determine the regime if either takes more than
     half of the working time. Otherwise, the limit that bounds most kernel time determines the
     regime, if kernels reach a share of `LIMITED` of the device's limits and the work of
-    `LEAST_KNOWN` of their time is known.
+    `LEAST_KNOWN` of their time is known. Kernels whose data came from a cache do not count.
 
     Args:
         ledger: ledger of the profiled steps; None if there are none.
@@ -87,6 +87,9 @@ def _limited(lines: Roofline) -> str:
         return "kernel-bound"
     bound = {"memory": 0, "compute": 0}
     for line in lines.lines:
-        if line.bound is not None:
+        cached = line.bound == "memory" and (line.share_of_limit or 0.0) > FROM_CACHE
+        if line.bound is not None and not cached:
             bound[line.bound] += line.known_ns
+    if not any(bound.values()):
+        return "kernel-bound"
     return f"{max(bound, key=lambda name: bound[name])}-bound"

@@ -21,6 +21,10 @@ from steadytorch.results.explain import Line, Roofline
 from steadytorch.traces.events import Category, Trace
 from steadytorch.traces.kernel_names import uses_tensor_cores
 
+FROM_CACHE = 1.2
+"""Share of the memory limit above which data came from a cache. Up to it, the limit may be too low:
+bandwidth is measured by copies, and reading alone is somewhat faster."""
+
 
 class _Rows(NamedTuple):
     """Kernels or operators, one row each, with times and minimum times.

@@ -11,7 +11,7 @@ from steadytorch.findings.optimizer_steps import is_training
 from steadytorch.ledger.ledger import Ledger
 from steadytorch.rates.launches import launches_of, operators_of
 from steadytorch.rates.operator_work import MATRIX
-from steadytorch.rates.roofline import Line, roofline
+from steadytorch.rates.roofline import FROM_CACHE, Line, roofline
 from steadytorch.traces.events import Trace
 from steadytorch.traces.kernel_names import is_product, short
 
@@ -73,7 +73,7 @@ def rule(case: Case) -> Verdict:
 
 
 def _is_bound(line: Line) -> bool:
-    near = (line.share_of_limit or 0.0) > LEAST_OF_BANDWIDTH
+    near = LEAST_OF_BANDWIDTH < (line.share_of_limit or 0.0) <= FROM_CACHE
     large = (line.bytes or 0) >= LEAST_BYTES * line.count
     return near and large and line.bound == "memory" and line.known_ns > line.time_ns / 2
 
