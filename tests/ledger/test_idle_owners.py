@@ -154,6 +154,55 @@ def test_a_stream_that_was_made_to_wait_owns_its_wait():
     assert found == {"idle_cross_stream": (5_000, ["b"]), "idle_launch": (3_000, ["c"])}
 
 
+def _in_turn(start, *, device, correlation):
+    """A kernel of 200 us that was launched long before it starts."""
+    at = 1_000 * correlation
+    return syn.launch(
+        "gemm",
+        call=(at, at + 500),
+        gpu=(start, start + 200_000),
+        correlation=correlation,
+        device=device,
+    )
+
+
+def test_a_gpu_whose_work_is_queued_waits_for_the_gpu_that_works():
+    turns = [_in_turn(20_000 + 200_000 * at, device=at % 2, correlation=at + 1) for at in range(5)]
+    ledger = build_ledger(syn.trace([event for turn in turns for event in turn]), device=0)
+    assert ledger.total("idle_cross_stream") == 400_000
+    assert ledger.total("unknown") == 0
+
+
+def test_a_gpu_whose_work_is_queued_waits_for_no_gpu_that_is_idle():
+    events = [
+        *_in_turn(20_000, device=0, correlation=1),
+        *_in_turn(20_000, device=1, correlation=2),
+        *_in_turn(320_000, device=0, correlation=3),
+    ]
+    ledger = build_ledger(syn.trace(events), device=0)
+    assert ledger.total("idle_cross_stream") == 0
+
+
+def test_the_start_of_the_next_kernel_is_no_wait_for_a_gpu_that_works_beside():
+    events = [
+        *_in_turn(20_000, device=0, correlation=1),
+        *_in_turn(120_000, device=1, correlation=2),
+        *_in_turn(222_000, device=0, correlation=3),
+    ]
+    ledger = build_ledger(syn.trace(events), device=0)
+    assert ledger.total("idle_cross_stream") == 0
+
+
+def test_a_gpu_without_launched_work_waits_for_the_host_while_another_works():
+    events = [
+        *_in_turn(20_000, device=0, correlation=1),
+        *_in_turn(220_000, device=1, correlation=2),
+        *syn.launch("gemm", call=(400_000, 419_000), gpu=(420_000, 620_000), correlation=3),
+    ]
+    ledger = build_ledger(syn.trace(events), device=0)
+    assert ledger.total("idle_cross_stream") == 0
+
+
 def test_gaps_within_a_graph_are_launching():
     graph = [syn.kernel("node", at, at + 8_000, correlation=1) for at in (22_000, 32_000)]
     assert idle(*FIRST, *graph)["idle_launch"] == (4_000, ["node"])

@@ -19,6 +19,7 @@ from steadytorch.traces.intervals import (
     EVER,
     NEVER,
     Spans,
+    covered_ns,
     crossings,
     firsts,
     innermost,
@@ -32,6 +33,10 @@ LAUNCH_LIMIT_NS = 1_000_000
 """Maximum time that counts as launching, for one host activity or for an event in the queue of
 an idle GPU. A PyTorch operator takes the host some 10 us and a launch a few, so a thousand times
 that has another cause; the GPU's time slices between processes are longer."""
+
+START_NS = 5_000
+"""Maximum time in which a GPU starts the next event of its queue: usually 1 to 2 us. What waits for
+longer depends on something."""
 
 ANYWHERE = (Evidence.PROFILER, Evidence.GC)
 """Evidence that stops every thread, by Python's lock or the driver's."""
@@ -269,8 +274,9 @@ def _in_queue(
 ) -> Owned:
     """Owners of the idle GPU time from the return of a launch call to the event's start."""
     some = np.flatnonzero(waits.end > waits.start)
-    waits, event = waits.pick(some), event[some]
-    crossing = _waited_for_stream(trace)[np.maximum(call[some], 0)]
+    waits, event, call = waits.pick(some), event[some], call[some]
+    crossing = _waited_for_stream(trace)[np.maximum(call, 0)]
+    crossing |= _waited_for_gpu(trace, waits, event, call)
     late = waits.end - waits.start > LAUNCH_LIMIT_NS
     kind = np.select(
         [crossing, late],
@@ -278,6 +284,19 @@ def _in_queue(
         names.index("idle_launch"),
     )
     return Owned(waits.start, waits.end, kind.astype(np.uint8), event)
+
+
+def _waited_for_gpu(trace: Trace, waits: Spans, event: np.ndarray, call: np.ndarray) -> np.ndarray:
+    """Mask of waits that began with the event queued, and in which mostly another GPU worked.
+
+    The trace does not record on which GPU an event depends.
+    """
+    events, rows = trace.events, trace.on_gpu
+    rows = rows[~np.isin(events.device[rows], events.device[event])]
+    others = union(events.start_ns[rows], events.end_ns[rows])
+    length = waits.end - waits.start
+    mostly = 2 * covered_ns(others, waits.start, waits.end) > length
+    return mostly & (length > START_NS) & (events.end_ns[call] < waits.start)
 
 
 def _waited_for_stream(trace: Trace) -> np.ndarray:

@@ -47,7 +47,7 @@ SLICES = (
 - `idle_allocation`: the host requested memory from the driver or returned it.
 - `idle_gc`: Python collected garbage.
 - `idle_launch`: the host prepared the next launch, or the launch was on its way.
-- `idle_cross_stream`: the next event waited for another stream.
+- `idle_cross_stream`: the next event waited for another stream or GPU.
 - `idle_profiler`: the profiler saved its records.
 - `unknown`: no record gives a reason; the owner is the host's current event."""
 
