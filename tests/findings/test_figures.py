@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.findings.figures import duration, many, percent, variance_of
+from steadytorch.findings.figures import amount, duration, many, percent, variance_of
 from steadytorch.findings.finding import Case
 
 from .cases import MS, launch, step, traced
@@ -30,6 +30,17 @@ def test_one_is_singular():
         "2 calls",
         "2.5 calls",
         "30 calls",
+    ]
+
+
+def test_counts_have_no_exponent():
+    assert [amount(n) for n in (0.04, 2.5, 3, 12.6, 1600, 1_234_567)] == [
+        "0.04",
+        "2.5",
+        "3",
+        "13",
+        "1600",
+        "1234567",
     ]
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from steadytorch.findings.finding import Abstention, Case
 from steadytorch.findings.gpu_events import (
+    Named,
     busy_ns,
     exposed_ns,
     gpu_launches,
@@ -63,6 +64,10 @@ def test_names_come_with_the_longest_first(seen):
     found = longest(seen, seen.of(Category.KERNEL))
     assert [one.name for one in found] == ["a", "b"]
     assert str(found[0]) == "a: 1 a step, 1.50 ms"
+
+
+def test_many_events_of_a_name_are_counted_in_full():
+    assert str(Named("a", 1600, 1.5 * MS)) == "a: 1600 a step, 1.50 ms"
 
 
 def test_no_events_have_no_names(seen):

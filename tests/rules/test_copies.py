@@ -43,6 +43,25 @@ def test_each_direction_has_its_line_the_longest_first():
     assert [line.split(":")[0] for line in found.evidence] == ["DtoD", "HtoD"]
 
 
+def test_copies_within_the_device_are_not_to_be_pinned():
+    found = the(rule(traced(_copies(MOST + 1, US, "Memcpy DtoD (Device -> Device)"))))
+    assert "pinned" not in found.fix
+    assert "keep data on the device" not in found.fix
+    events = _copies(MOST + 1, US, "Memcpy DtoD (Device -> Device)") + _copies(1, US)
+    assert "pinned" in the(rule(traced(events))).fix
+
+
+def test_without_step_marks_copies_are_those_of_the_trace():
+    copies = [
+        memcpy("Memcpy HtoD (Pinned -> Device)", at * US, at * US + 500, size=10**7, correlation=at)
+        for at in range(1, 1601)
+    ]
+    found = the(rule(traced(copies)))
+    assert found.title.startswith("copies: 1600 transfers in the trace")
+    assert "step" not in found.title
+    assert found.evidence[0].startswith("HtoD: 1600 in the trace, 14.9 GiB,")
+
+
 def test_a_trace_of_the_cpu_alone_abstains():
     assert isinstance(rule(traced([op("aten::mm", 0, MS)])), Abstention)
 

@@ -24,9 +24,14 @@ def percent(share: float) -> str:
     return f"{value:.{0 if abs(value) >= 10 else 1 if abs(value) >= 1 else 2}f} %"
 
 
+def amount(count: float) -> str:
+    """Format a count or a mean count: `1600`, `13`, `2.5`, `0.04`."""
+    return f"{count:.0f}" if count >= 10 or float(count).is_integer() else f"{count:.2g}"
+
+
 def many(count: float, noun: str) -> str:
     """Format a count with its noun: `1 call`, `3 calls`, `2.5 calls`."""
-    number = f"{count:.0f}" if count >= 10 or float(count).is_integer() else f"{count:.1f}"
+    number = amount(count)
     return f"{number} {noun}" if number == "1" else f"{number} {noun}s"
 
 

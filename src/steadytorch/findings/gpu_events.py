@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from steadytorch.findings.figures import duration
+from steadytorch.findings.figures import amount, duration
 from steadytorch.findings.finding import NO_GPU_EVENTS, Abstention, Case
 from steadytorch.ledger.ledger import Ledger
 from steadytorch.rates.launches import Launches, launches_of
@@ -108,7 +108,7 @@ class Named(NamedTuple):
     time_ns: float
 
     def __str__(self) -> str:
-        return f"{short(self.name)}: {self.number:.3g} a step, {duration(self.time_ns)}"
+        return f"{short(self.name)}: {amount(self.number)} a step, {duration(self.time_ns)}"
 
 
 def longest(seen: Launches, chosen: np.ndarray, most: int = 3) -> list[Named]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from steadytorch.findings.figures import duration
+from steadytorch.findings.figures import amount, duration
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, PROFILE, SHAPES
 from steadytorch.findings.host_calls import steps_of
@@ -62,7 +62,7 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"redundant bias before batch norm: {len(pairs) / steps:.3g} a step, "
+            title=f"redundant bias before batch norm: {amount(len(pairs) / steps)} a step, "
             f"{duration(cost)}",
             evidence=(
                 *(f"input and weight {shape} ({n})" for shape, n in shapes.most_common(2)),

@@ -6,9 +6,10 @@ import re
 
 import numpy as np
 
-from steadytorch.findings.figures import duration, many, percent, variance_of
+from steadytorch.findings.figures import amount, duration, many, percent, variance_of
 from steadytorch.findings.finding import Abstention, Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, exposed_ns, gpu_launches, per_step, step_ns
+from steadytorch.quantities import size
 from steadytorch.rates.launches import Launches
 from steadytorch.traces.events import Category
 
@@ -20,6 +21,14 @@ MOST = 10
 """Copies a step from which joining pays: each costs some 10 us to launch, whatever its size
 (CUDA C++ Best Practices Guide, "Data transfer between host and device")."""
 
+_BETWEEN = (
+    "Join small copies and keep data on the device between steps. Overlap the rest with kernels: "
+    "pinned memory, non_blocking=True, a separate stream."
+)
+_WITHIN = (
+    "Write results in place or to their destination (out=) in place of clone, cat and contiguous. "
+    "Fuse the rest with torch.compile."
+)
 _KIND = re.compile(r"[HDP]to[HDP]|PtoP", re.IGNORECASE)
 
 
@@ -37,25 +46,30 @@ def rule(case: Case) -> Verdict:
     share = cost / step_ns(seen.ledger)
     if share <= LEAST_SHARE and count <= MOST:
         return ()
+    within = seen.named(lambda name: "DtoD" in name)
     return (
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"copies: {many(count, 'transfer')} a step, not hidden by kernels for "
-            f"{percent(share)} of the step",
+            title=f"copies: {many(count, 'transfer')} {_period(seen)}, not hidden by kernels for "
+            f"{percent(share)} of the {'step' if seen.ledger.marked else 'trace'}",
             evidence=_evidence(seen, chosen),
             slices=("gpu_memcpy",),
             cost_ns=cost,
             recoverable_ns=(0, cost),
             variance_share=variance_of(case, "gpu_memcpy"),
             confidence="high" if share > LEAST_SHARE else "low",
-            fix="Join small copies and keep data on the device between steps. Overlap the rest "
-            "with kernels: pinned memory, non_blocking=True, a separate stream.",
+            fix=_WITHIN if within[chosen].all() else _BETWEEN,
             check=CHECK,
             false_alarm="an operator needs these copies within the device, and they take little "
             "time.",
         ),
     )
+
+
+def _period(seen: Launches) -> str:
+    """What a count covers: without step marks, the whole trace is one step."""
+    return "a step" if seen.ledger.marked else "in the trace"
 
 
 def _evidence(seen: Launches, chosen: np.ndarray) -> tuple[str, ...]:
@@ -66,11 +80,11 @@ def _evidence(seen: Launches, chosen: np.ndarray) -> tuple[str, ...]:
         mine = chosen & (seen.trace.events.name[seen.rows] == index)
         kind = found[0] if found else "other"
         kinds[kind] = kinds.get(kind, False) | mine
-    size = seen.trace.events.bytes[seen.rows].clip(min=0)
+    moved = seen.trace.events.bytes[seen.rows].clip(min=0)
     order = sorted(kinds, key=lambda kind: -int(seen.length_ns[kinds[kind]].sum()))
     return tuple(
-        f"{kind}: {per_step(seen, kinds[kind]):.3g} a step, "
-        f"{int(size[kinds[kind]].sum()) / seen.steps / 1e6:.3g} MB, "
+        f"{kind}: {amount(per_step(seen, kinds[kind]))} {_period(seen)}, "
+        f"{size(int(moved[kinds[kind]].sum()) / seen.steps)}, "
         f"{duration(exposed_ns(seen, kinds[kind]))} not hidden by kernels"
         for kind in order
     )

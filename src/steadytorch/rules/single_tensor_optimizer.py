@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from steadytorch.findings.figures import duration, percent
+from steadytorch.findings.figures import amount, duration, percent
 from steadytorch.findings.finding import Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, step_ns
 from steadytorch.findings.optimizer_steps import OptimizerWork, optimizer_work
@@ -30,7 +30,7 @@ def rule(case: Case) -> Verdict:
     saved = 1 - tensors / count
     launching, working = seen.cost()
     cost = launching + working
-    names = ", ".join(f"{name} ({n / steps:.3g})" for name, n in seen.single.most_common(4))
+    names = ", ".join(f"{name} ({amount(n / steps)})" for name, n in seen.single.most_common(4))
     share = percent(cost / step_ns(seen.ledger))
     return (
         Finding(

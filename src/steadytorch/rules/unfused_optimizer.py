@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from steadytorch.findings.figures import duration, evidence_of, percent
+from steadytorch.findings.figures import amount, duration, evidence_of, percent
 from steadytorch.findings.finding import Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, step_ns
 from steadytorch.findings.optimizer_steps import OptimizerWork, optimizer_work
@@ -53,7 +53,7 @@ def rule(case: Case) -> Verdict:
         return ()
     # Each operator runs at least once a group, and one for each group remains.
     saved = 1 - min(passes.values()) / sum(passes.values())
-    names = ", ".join(f"{name} ({n / seen.steps:.3g})" for name, n in list(passes.items())[:4])
+    names = ", ".join(f"{name} ({amount(n / seen.steps)})" for name, n in list(passes.items())[:4])
     return (
         Finding(
             id=NAME,
