@@ -14,9 +14,9 @@ from ..traces.profiled import trace_of
 STEP = "Optimizer.step#SGD.step"
 
 
-def _update(names, count=20, thread_of_others=None):
+def _update(names, count=20, mark=STEP, step_ns=20 * MS):
     """An optimizer's step that calls these for each of its tensors, on a GPU."""
-    events = [step(1, 0, 20 * MS), annotation(STEP, 0, count * len(names) * 20 * US)]
+    events = [step(1, 0, step_ns), annotation(mark, 0, count * len(names) * 20 * US)]
     for at in range(count * len(names)):
         host = at * 20 * US
         events.append(op(names[at % len(names)], host + US, host + 15 * US))
@@ -64,10 +64,62 @@ def test_without_a_trace_it_abstains():
     assert isinstance(rule(Case()), Abstention)
 
 
-@pytest.mark.parametrize(("fused", "found"), [(False, True), (True, False)])
-def test_a_real_optimizer_on_the_cpu_is_found_until_it_is_fused(fused, found):
+@pytest.mark.parametrize(
+    ("name", "fix", "transforms"),
+    [
+        ("AdamW", "fused=True", ("optimizer",)),
+        ("RMSprop", "foreach=True", ("optimizer",)),
+        ("Own", "torch._foreach", ()),
+    ],
+)
+def test_on_a_gpu_the_fix_is_what_the_class_has(name, fix, transforms):
+    mark = f"Optimizer.step#{name}.step"
+    found = the(rule(traced(_update(["aten::mul_", "aten::add_"], mark=mark))))
+    assert fix in found.fix
+    assert found.transforms == transforms
+
+
+class _Own(torch.optim.Optimizer):
+    """A user's optimizer, with these operators for each parameter."""
+
+    def __init__(self, parameters, operators):
+        super().__init__(parameters, {"lr": 0.1})
+        self.operators = operators
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            for operator in self.operators:
+                operator(parameter, 1.0)
+
+
+def _case_of(make, **options):
+    """A case of one step on the CPU for 24 parameters."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
+    optimizer = make(model.parameters(), **options)
     model(torch.ones(2, 4)).sum().backward()
     read = trace_of(optimizer.step)
-    assert bool(rule(Case(trace=read, ledger=build_ledger(read)))) is found
+    return Case(trace=read, ledger=build_ledger(read))
+
+
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.NAdam])
+def test_on_a_cpu_foreach_is_only_a_candidate(make):
+    found = the(rule(_case_of(make, foreach=False)))
+    assert found.confidence == "low"
+    assert found.fix.startswith("`steady tune` measures")
+    assert found.transforms == ("optimizer",)
+
+
+def test_on_a_cpu_a_fused_implementation_is_advised_alone():
+    found = the(rule(_case_of(torch.optim.AdamW, foreach=False)))
+    assert found.confidence == "high"
+    assert found.fix == "Create the optimizer with fused=True."
+
+
+def test_on_a_cpu_there_is_no_advice_for_an_optimizer_of_the_users_own():
+    assert rule(_case_of(_Own, operators=(torch.Tensor.mul_, torch.Tensor.add_))) == ()
+
+
+@pytest.mark.parametrize(("fused", "found"), [(False, True), (True, False)])
+def test_a_real_optimizer_on_the_cpu_is_found_until_it_is_fused(fused, found):
+    assert bool(rule(_case_of(torch.optim.AdamW, fused=fused, foreach=False))) is found

@@ -16,6 +16,16 @@ from steadytorch.rates.launches import launches_of
 from steadytorch.traces.events import ON_GPU, Category, Trace
 from steadytorch.traces.evidence import RANGES, by_name
 
+LEAST_SHARE = 0.01
+"""Minimum share of the step that an optimizer must take."""
+HAS_FUSED = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
+"""Matches the steps of optimizers with a fused implementation on every device."""
+HAS_FOREACH = re.compile(
+    HAS_FUSED.pattern
+    + r"|Optimizer\.step#(ASGD|Ada(delta|factor|grad|max)|[NR]Adam|RMSprop|Rprop)\.step"
+)
+"""Matches the steps of PyTorch's optimizers with a foreach implementation."""
+
 _STEP = r"Optimizer\.step#.*"
 _BACKWARD = r"autograd::engine.*|.*Backward\d*|.*AccumulateGrad"
 _SEVERAL = re.compile(r"_foreach_|_fused_|multi_tensor|triton_")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 from steadytorch.findings.figures import amount, duration, evidence_of, percent
 from steadytorch.findings.finding import Case, Finding, Verdict
 from steadytorch.findings.gpu_events import CHECK, step_ns
-from steadytorch.findings.optimizer_steps import OptimizerWork, optimizer_work
+from steadytorch.findings.optimizer_steps import (
+    HAS_FUSED,
+    LEAST_SHARE,
+    OptimizerWork,
+    optimizer_work,
+)
 from steadytorch.findings.watched_steps import SteppedOptimizer, WatchedSteps
 from steadytorch.quantities import counted
 from steadytorch.rules.single_tensor_optimizer import FEWEST as FEWEST_SINGLE
@@ -15,17 +18,12 @@ from steadytorch.rules.single_tensor_optimizer import FEWEST as FEWEST_SINGLE
 NAME = "unfused-optimizer"
 FEWEST = 3
 """Minimum operators on lists of tensors a step. Fewer are about what fused=True needs."""
-LEAST_SHARE = 0.01
-"""Minimum share of the step."""
-
 LEAST_WATCHED = 0.2
 """Minimum share of a watched step. Fused, the update of a common batch takes a few percent."""
 LEAST_SINGLE = 0.1
 """The same where single tensors are updated one after another although a fused implementation
 exists. On one CPU thread, fused AdamW took 14 to 38 % of the time of single tensors (20 to 240
 parameters of 16 x 16 to 512 x 512), and fused SGD 19 to 79 %."""
-
-_HAS_FUSED = re.compile(r"Optimizer\.step#(Adam|AdamW|SGD)\.step")
 
 
 def rule(case: Case) -> Verdict:
@@ -42,7 +40,7 @@ def rule(case: Case) -> Verdict:
     seen = optimizer_work(case, NAME)
     if not isinstance(seen, OptimizerWork):
         return seen
-    unfused = [name for name in seen.names if _HAS_FUSED.fullmatch(name)]
+    unfused = [name for name in seen.names if HAS_FUSED.fullmatch(name)]
     passes = {name: n for name, n in seen.several.items() if "_foreach_" in name}
     count = sum(passes.values()) / seen.steps
     if not unfused or len(passes) < len(seen.several) or count < FEWEST:
