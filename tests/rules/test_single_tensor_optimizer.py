@@ -8,7 +8,7 @@ from steadytorch.findings.finding import Abstention, Case
 from steadytorch.ledger.ledger import build_ledger
 from steadytorch.rules.single_tensor_optimizer import NAME, rule
 
-from ..findings.cases import MS, US, annotation, launch, op, step, the, traced
+from ..findings.cases import MS, US, annotation, launch, op, step, the, trace, traced
 from ..traces.profiled import trace_of
 
 STEP = "Optimizer.step#SGD.step"
@@ -47,6 +47,21 @@ def test_one_operator_for_all_tensors_is_fine(name):
 
 def test_a_model_of_few_tensors_gains_nothing():
     assert rule(traced(_update(["aten::add_"], count=19))) == ()
+
+
+def test_a_short_part_of_the_step_is_fine():
+    update = ["aten::mul_", "aten::add_"]
+    assert the(rule(traced(_update(update, step_ns=20 * MS)))).id == NAME
+    work = launch("mm", call=(2 * MS, 2 * MS + US), gpu=(3 * MS, 200 * MS), correlation=999)
+    assert rule(traced([*_update(update, step_ns=200 * MS), *work])) == ()
+
+
+def test_a_single_operator_for_each_tensor_leaves_nothing_to_recover():
+    read = trace(
+        [step(1, 0, MS), annotation(STEP, 0, MS)]
+        + [op("aten::add_", at * 20 * US, at * 20 * US + 15 * US) for at in range(40)]
+    )
+    assert rule(Case(trace=read, ledger=build_ledger(read))) == ()
 
 
 def test_inference_has_no_optimizer():

@@ -10,6 +10,7 @@ from steadytorch.findings.gpu_events import CHECK, step_ns
 from steadytorch.findings.optimizer_steps import (
     HAS_FOREACH,
     HAS_FUSED,
+    LEAST_SHARE,
     OptimizerWork,
     optimizer_work,
 )
@@ -51,7 +52,7 @@ def rule(case: Case) -> Verdict:
     cost = launching + working
     recoverable = launching + round(saved * working)
     advice = _advice(seen)
-    if advice is None:
+    if advice is None or not recoverable or cost < LEAST_SHARE * step_ns(seen.ledger):
         return ()
     names = ", ".join(f"{name} ({amount(n / steps)})" for name, n in seen.single.most_common(4))
     share = percent(cost / step_ns(seen.ledger))
