@@ -275,6 +275,25 @@ def test_growth_without_a_known_clock_is_named_with_low_confidence():
     assert found.confidence == "low"
 
 
+def test_growth_on_a_cpu_is_growing_work_and_never_a_gpus_clock():
+    times = noise(300) * np.geomspace(1, 4, 300)
+    found = the(rule(timed(times, device="cpu", unknown={"clock_event_mask": "not a GPU"})))
+    assert found.title.endswith(": the work may grow")
+    assert found.fix.startswith("Look for work that grows")
+    assert found.slices == ()
+    told = " ".join((found.title, *found.evidence, found.fix, found.check, found.false_alarm))
+    assert not {"nvidia-smi", "heat", "clock"} & set(told.replace("`", " ").split())
+
+
+def test_growth_on_a_gpu_names_growing_work_before_the_clock():
+    times = noise(300) * np.geomspace(1, 4, 300)
+    found = the(rule(timed(times, unknown={"clock_event_mask": "not supported"})))
+    assert "heat" not in found.title
+    assert found.fix.startswith("Look for work that grows")
+    assert "nvidia-smi" in found.check
+    assert found.slices == ("gpu_kernel",)
+
+
 def test_growth_at_an_even_clock_is_not_heat():
     case = timed(
         noise(300) * np.geomspace(1, 4, 300),

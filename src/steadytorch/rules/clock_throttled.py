@@ -73,7 +73,8 @@ def rule(case: Case) -> Verdict:
     heat limits count: an idle GPU, or a clock that a user set, is not throttling. The clock
     frequency comes from the GPU's cycle counter if available, else from NVML. Step times that
     follow the cycle counter's clock are reported whatever reason NVML gives. If no clock was
-    recorded, steps that only get slower count as a sign of heat.
+    recorded, steps that only get slower point to growing work. `growth` finds slowdowns of half
+    and more, which heat seldom causes.
 
     Source: "NvmlClocksEventReasons", NVML API reference.
     """
@@ -82,7 +83,9 @@ def rule(case: Case) -> Verdict:
     if samples is None or not (recorded or _is_counted(samples)):
         grown = growth(case)
         if grown is not None:
-            return (_heating(grown),)
+            traced_gpu = case.ledger is not None and case.ledger.kind == "gpu"
+            on_gpu = traced_gpu if samples is None else samples.on_gpu
+            return (_growing(grown, on_gpu),)
         return unrecorded(NAME, samples, "clock_event_mask", "the reason for clock limits")
     clock = _clock(samples)
     varies = samples.variance_share(clock.places) or 0.0
@@ -233,24 +236,29 @@ def _finding(samples: Samples, clock: _Clock, varies: float, wording: _Wording) 
     )
 
 
-def _heating(grown: Growth) -> Finding:
+def _growing(grown: Growth, on_gpu: bool) -> Finding:
     cost = round(grown.last_ns - grown.first_ns)
+    evidence = [f"{grown.what}: rising over {grown.blocks} consecutive parts"]
+    fix = (
+        "Look for work that grows: a list, cache or history that each step traverses, a graph that "
+        "is kept from step to step, or longer inputs. Growing memory is a sign of it."
+    )
+    check = "run `steady explain WORKLOAD` again: the step time stays level"
+    if on_gpu:
+        evidence.append("the clock was not recorded")
+        fix += " If the work stays the same, watch the clock, which heat may lower."
+        check += "; for the clock, `nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE`"
     return Finding(
         id=NAME,
         source="hardware contention",
         title=f"steps keep slowing down, from {duration(grown.first_ns)} to "
-        f"{duration(grown.last_ns)}; heat may lower the clock",
-        evidence=(
-            f"{grown.what}: rising over {grown.blocks} consecutive parts",
-            "the clock was not recorded",
-        ),
-        slices=("gpu_kernel",),
+        f"{duration(grown.last_ns)}: the work may grow",
+        evidence=tuple(evidence),
+        slices=("gpu_kernel",) if on_gpu else (),
         cost_ns=cost,
         recoverable_ns=(0, cost),
         confidence="low",
-        fix="Watch clocks and temperature over the run. If the clock does not fall, look for "
-        "growing work: a list, cache or history that each step traverses.",
-        check="`nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE`, or `steady explain WORKLOAD` on a "
-        "machine that shows clocks",
-        false_alarm="the inputs or the program's data grow from step to step.",
+        fix=fix,
+        check=check,
+        false_alarm="the work grows on purpose, as with a curriculum of longer inputs.",
     )
