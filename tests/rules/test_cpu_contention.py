@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from steadytorch.device.facts import DeviceFacts
 from steadytorch.findings.finding import Abstention, Case
+from steadytorch.findings.watched_steps import Setting
 from steadytorch.rules.cpu_contention import NAME, rule
 
-from ..findings.cases import MS, US, noise, steadily, the, timed
+from ..findings.cases import MS, US, noise, steadily, the, timed, watched
 
 
 def _preempted(count, wait_ns, every):
@@ -54,6 +55,29 @@ def test_a_step_that_waits_for_a_thread_without_a_core_is_found():
     assert "openvino" in found.transforms
     assert "OMP_WAIT_POLICY=passive" in found.fix
     assert rule(timed(noise(1000), device="cuda", **waiting)) == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_threads_of_its_own_beyond_the_cores_come_first(device):
+    facts = DeviceFacts(device=device, cores_logical=2)
+    waiting = {"wait_ns": steadily(370 * MS), "pool_wait_ns": steadily(420 * MS)}
+
+    def found(threads):
+        case = timed(noise(1000), device=device, facts=facts, notes={"threads": threads}, **waiting)
+        return the(rule(case))
+
+    own = "PyTorch runs 16 threads, but this process may use 2 cores: they take turns"
+    crowded = found(16)
+    assert (crowded.evidence[0] == own) == (device == "cpu")
+    assert crowded.fix.startswith("Call torch.set_num_threads(2)") == (device == "cpu")
+    assert found(2).fix.startswith("Stop or move other programs")
+    assert not any("PyTorch runs" in line for line in found(2).evidence)
+
+
+def test_threads_of_a_watched_script_beyond_the_cores_come_first():
+    watching = watched(setting=Setting(threads=16, cores=2)).watched
+    case = timed(noise(1000), device="cpu", watched=watching, wait_ns=steadily(370 * MS))
+    assert the(rule(case)).evidence[0].startswith("PyTorch runs 16 threads")
 
 
 def test_a_pool_that_shares_its_cores_with_the_recorder_only_is_none():

@@ -45,6 +45,7 @@ class _Load:
         late: excess time of outliers attributed to a lost core.
         steal: time of all cores that other virtual machines took.
         places: indices of these outliers.
+        crowd: PyTorch's threads and the cores that they share, if these are fewer; else None.
     """
 
     wait: float | None
@@ -52,6 +53,7 @@ class _Load:
     late: float
     steal: float | None
     places: np.ndarray
+    crowd: tuple[int, int] | None
 
     @property
     def found(self) -> bool:
@@ -88,7 +90,7 @@ def rule(case: Case) -> Verdict:
     samples = samples_of(case)
     if samples is None:
         return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
-    load = _load(samples)
+    load = _load(samples, None if samples.on_gpu else _crowd(case))
     if not load.found:
         if load.wait is None and samples.host_bound:
             return unrecorded(NAME, samples, "wait_ns", "time waiting for a core")
@@ -106,9 +108,7 @@ def rule(case: Case) -> Verdict:
             recoverable_ns=(0, cost),
             variance_share=samples.variance_share(load.places),
             confidence="high" if (load.wait or 0.0) >= LEAST_WAIT else "medium",
-            fix="Stop or move other programs on these cores, or give the process its own "
-            "(taskset, cpuset, a container's CPU request). Use fewer threads than cores, data "
-            "loading workers included." + (_POOLS if load.pool else ""),
+            fix=_fix(load),
             transforms=() if samples.on_gpu else ("threads", "openvino", "onnxruntime"),
             check="run `steady explain WORKLOAD` again while `uptime` shows a load below the "
             "number of cores",
@@ -117,18 +117,49 @@ def rule(case: Case) -> Verdict:
     )
 
 
-def _load(samples: Samples) -> _Load:
+def _crowd(case: Case) -> tuple[int, int] | None:
+    """PyTorch's threads and the cores that they share, if there are fewer cores than threads."""
+    if case.watched is not None:
+        threads, cores = case.watched.setting.threads, case.watched.setting.cores
+    else:
+        threads = (case.notes or {}).get("threads")
+        cores = None if case.facts is None else case.facts.cores_logical
+    if not isinstance(threads, int) or cores is None or threads <= cores:
+        return None
+    return threads, cores
+
+
+def _fix(load: _Load) -> str:
+    own = ""
+    if load.crowd is not None:
+        most = load.crowd[1]
+        own = f"Call torch.set_num_threads({most}) or set OMP_NUM_THREADS={most}. "
+    return (
+        f"{own}Stop or move other programs on these cores, or give the process its own (taskset, "
+        "cpuset, a container's CPU request). Use fewer threads than cores, data loading workers "
+        f"included.{_POOLS if load.pool else ''}"
+    )
+
+
+def _load(samples: Samples, crowd: tuple[int, int] | None) -> _Load:
     elapsed, cpus = samples.elapsed_ns, samples.recording.cpus
     places = samples.caused_by(CONTEXT_SWITCH, CPU_STEAL)
     wait, steal = samples.rate("wait_ns"), samples.rate("steal_ns")
     waited = wait if samples.host_bound else None
     stolen = min(1.0, steal / cpus) if steal is not None and cpus else None
     pool = None if samples.on_gpu else samples.rate("pool_wait_ns")
-    return _Load(waited, pool, samples.excess_ns(places) * samples.steps / elapsed, stolen, places)
+    late = samples.excess_ns(places) * samples.steps / elapsed
+    return _Load(waited, pool, late, stolen, places, crowd)
 
 
 def _lines(samples: Samples, load: _Load) -> tuple[str, ...]:
     lines = []
+    if load.crowd is not None:
+        threads, cores = load.crowd
+        lines.append(
+            f"PyTorch runs {threads} threads, but this process may use {many(cores, 'core')}: they "
+            "take turns"
+        )
     if load.wait:
         lines.append(f"ready to run without a core for {percent(load.wait)} of the time")
     if load.pool_wait:
