@@ -289,10 +289,12 @@ def test_the_host_block_says_what_rose(tiny, scripted, answer):
         involuntary_switches=tuple(3 * i for i in range(200)),
         major_faults=(0,) * 199 + (4,),
         unknown={"steal_ns": "no such line in /proc/stat"},
+        gc_dropped=7,
+        gc_dropped_ns=MS,
     )
     scripted(module, {"series": answer.series(_about(2 * MS), recording=recording)})
     host = measure(tiny).processes[0].host
-    assert (host.gc_collections, host.gc_ns) == (1, 4 * MS)
+    assert (host.gc_collections, host.gc_ns) == (8, 5 * MS)
     assert (host.involuntary_switches, host.major_faults, host.steal_ns) == (597, 4, None)
 
 

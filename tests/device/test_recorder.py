@@ -94,7 +94,7 @@ def test_collections_are_bounded_and_the_long_ones_are_kept(durations, limit):
     _heard(watch, durations, clock)
     kept = [took for _, took, _ in watch.events]
     assert len(kept) < limit
-    assert len(kept) + watch.dropped == len(durations)
+    assert (watch.count, watch.total_ns) == (len(durations), sum(durations))
     assert sorted(kept) == sorted(took for took in durations if took >= watch.least_ns)
 
 
@@ -119,6 +119,25 @@ def test_a_provoked_collection_is_recorded_exactly():
     assert seen.gc_generation == (1, 2)
     assert all(duration >= 1 for duration in seen.gc_duration_ns)
     assert seen.at_ns[0] < seen.gc_start_ns[0] < seen.gc_start_ns[1] < seen.at_ns[-1]
+
+
+def test_collections_beyond_the_limit_are_counted_and_timed():
+    times, was_enabled = itertools.count(), gc.isenabled()
+    gc.disable()
+    try:
+        with Recorder("cpu", SELDOM_S, clock=lambda: next(times)) as recorder:
+            for _ in range(recorder_module.MAX_COLLECTIONS + 10):
+                gc.collect(0)
+    finally:
+        if was_enabled:
+            gc.enable()
+    seen = recorder.recording
+    assert seen.gc_dropped >= recorder_module.MAX_COLLECTIONS // 2
+    kept = len(seen.gc_duration_ns)
+    assert seen.collections == (0, seen.gc_dropped + kept)
+    assert seen.collections[-1] == recorder_module.MAX_COLLECTIONS + 10
+    assert seen.collecting_ns == (0, seen.gc_dropped_ns + sum(seen.gc_duration_ns))
+    assert seen.collecting_ns[-1] >= seen.collections[-1]  # the clock advances in each
 
 
 def test_callbacks_are_restored_and_those_of_others_stay():

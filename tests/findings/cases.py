@@ -107,7 +107,7 @@ def timed(
         unknown: channels that could not be observed.
         clocks_mhz: counted over each sample; None for not counted.
         known: channels by name, each a function of the ticks' times in ns (int64, shape (ticks,)),
-            `cpus` of the recording, and further fields of the case.
+            `cpus` and `gc_dropped` of the recording, and further fields of the case.
     """
     durations = np.asarray(durations_ns, dtype=np.int64)
     at = np.arange(0, int(durations.sum()) + 2 * TICK, TICK, dtype=np.int64)
@@ -123,6 +123,7 @@ def timed(
         gc_start_ns=tuple(start for start, _ in gc),
         gc_duration_ns=tuple(length for _, length in gc),
         gc_generation=(2,) * len(gc),
+        gc_dropped=known.pop("gc_dropped", 0),
         unknown=unknown or {},
         cpus=known.pop("cpus", None),
         **channels,

@@ -6,7 +6,7 @@ from steadytorch.findings.finding import Abstention, Case
 from steadytorch.rules.gc_pause import NAME, rule
 from steadytorch.transforms import names
 
-from ..findings.cases import MS, US, annotation, launch, noise, step, the, timed, traced
+from ..findings.cases import MS, US, annotation, launch, noise, steadily, step, the, timed, traced
 
 
 def _with_collections(length_ns, every, **known):
@@ -38,6 +38,36 @@ def test_a_collection_that_waits_for_a_core_is_not_to_blame():
 
 def test_frequent_short_collections_are_found_by_their_sum():
     assert the(rule(_with_collections(40 * US, 2))).cost_ns > 15 * US
+
+
+def _dropped(**known):
+    """Four collections of 150 us a step of 3 ms, of which the recorder kept ten."""
+    times = noise(1000)
+    starts = np.concatenate([[0], np.cumsum(times)])[100:1000:90]
+    return timed(
+        times,
+        device="cpu",
+        gc=[(int(start), 150 * US) for start in starts],
+        gc_dropped=3990,
+        collections=steadily(4 / 3e-3),
+        collecting_ns=steadily(600 * US / 3e-3),
+        **known,
+    )
+
+
+def test_collections_that_were_too_many_to_keep_count_too():
+    found = the(rule(_dropped()))
+    assert 590 * US < found.cost_ns < 610 * US
+    assert found.title.startswith("Python's garbage collector takes 20 % of the time")
+    counted, rest = found.evidence[0].split(" collections in 1000 steps: ")
+    assert 3980 <= int(counted) <= 4020
+    assert rest == "the longest 10 are 10 of generation 2"
+
+
+def test_waits_elsewhere_are_not_taken_from_dropped_collections():
+    """Multi-threaded operators may wait for cores most of the time."""
+    found = the(rule(_dropped(wait_ns=lambda at: at * 7 // 10)))
+    assert 590 * US < found.cost_ns < 610 * US
 
 
 def test_the_usual_short_collections_are_not():

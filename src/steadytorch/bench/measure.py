@@ -249,8 +249,8 @@ def host_block(
     return HostBlock(
         enqueue_median_ns=float(enqueue_ns),
         overhead_ns=overhead_ns,
-        gc_collections=len(recording.gc_start_ns),
-        gc_ns=sum(recording.gc_duration_ns),
+        gc_collections=len(recording.gc_start_ns) + recording.gc_dropped,
+        gc_ns=sum(recording.gc_duration_ns) + recording.gc_dropped_ns,
         involuntary_switches=rise(recording.involuntary_switches),
         major_faults=rise(recording.major_faults),
         steal_ns=rise(recording.steal_ns),

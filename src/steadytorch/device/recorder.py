@@ -84,6 +84,8 @@ class Tape:
 class GcWatch:
     """Records the garbage collections of all threads while it is installed.
 
+    `count` and `total_ns` cover all collections; `events` has the long ones.
+
     Args:
         clock: returns ns on the time base of the samples.
         limit: maximum number of collections kept.
@@ -91,7 +93,7 @@ class GcWatch:
 
     def __init__(self, clock: Callable[[], int], limit: int = MAX_COLLECTIONS) -> None:
         self.events: list[tuple[int, int, int]] = []
-        self.dropped = 0
+        self.count = self.total_ns = 0
         self.least_ns = 0
         self._clock = clock
         self._limit = limit
@@ -115,8 +117,9 @@ class GcWatch:
             return
         took, start = now - self._started, self._started
         self._started = None
+        self.count += 1
+        self.total_ns += took
         if took < self.least_ns:
-            self.dropped += 1
             return
         self.events.append((start, took, info["generation"]))
         if len(self.events) >= self._limit:
@@ -125,9 +128,7 @@ class GcWatch:
     def _thin(self) -> None:
         while len(self.events) > self._limit // 2:
             self.least_ns = 2 * self.least_ns or 1000
-            kept = [event for event in self.events if event[1] >= self.least_ns]
-            self.dropped += len(self.events) - len(kept)
-            self.events = kept
+            self.events = [event for event in self.events if event[1] >= self.least_ns]
 
 
 class Recorder:
@@ -256,7 +257,8 @@ class Recorder:
 
     def _tick(self, channels: list[Channel], number: int | None) -> None:
         """Read the channels that are due; all of them if `number` is None (first and last tick)."""
-        at_ns, row = self._clock(), {}
+        at_ns, watch = self._clock(), self._collections
+        row = {"collections": watch.count, "collecting_ns": watch.total_ns}
         for turn, channel in enumerate(tuple(channels)):
             if number is not None and (number + turn) % ticks_between(channel):
                 continue
@@ -287,7 +289,8 @@ class Recorder:
             gc_start_ns=starts,
             gc_duration_ns=durations,
             gc_generation=generations,
-            gc_dropped=watch.dropped,
+            gc_dropped=watch.count - len(durations),
+            gc_dropped_ns=watch.total_ns - sum(durations),
             gc_least_ns=watch.least_ns,
             cpus=os.cpu_count(),
             tick_ns=self._ticking_ns // max(1, self._ticks),

@@ -21,6 +21,8 @@ COUNTERS = (
     "allocator_retries",
     "allocator_device_calls",
     "compilations",
+    "collections",
+    "collecting_ns",
 )
 """Channels that only increase, counted from the first tick of the recording."""
 
@@ -69,6 +71,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         gc_duration_ns: duration of each collection, same shape.
         gc_generation: generation collected, same shape.
         gc_dropped: collections dropped to bound memory; each was shorter than `gc_least_ns`.
+        gc_dropped_ns: their total duration.
         gc_least_ns: all collections of at least this length are included.
         voluntary_switches: times a thread of the process gave up its core to wait. This and the
             next three counts exclude the recorder's thread.
@@ -93,6 +96,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         allocator_retries: times PyTorch's allocator emptied its cache to serve a request.
         allocator_device_calls: segments allocated from or freed to the driver.
         compilations: frames that torch.compile began to compile, including recompilations.
+        collections: garbage collections, including those dropped.
+        collecting_ns: their total duration.
         tick_ns: mean duration of a tick; an iteration that waits for the GIL meanwhile is longer
             by about as much.
         cpu_share: CPU time of the recorder's thread over the recorded time.
@@ -106,6 +111,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     gc_duration_ns: tuple[int, ...] = ()
     gc_generation: tuple[int, ...] = ()
     gc_dropped: int = 0
+    gc_dropped_ns: int = 0
     gc_least_ns: int = 0
     voluntary_switches: Column = None
     involuntary_switches: Column = None
@@ -125,6 +131,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     allocator_retries: Column = None
     allocator_device_calls: Column = None
     compilations: Column = None
+    collections: Column = None
+    collecting_ns: Column = None
     tick_ns: int = 0
     cpu_share: float = 0.0
     unknown: dict[str, str] = {}

@@ -46,28 +46,54 @@ def _in_samples(samples: Samples) -> Verdict:
     began = samples.starts_ns[0]
     within = (starts >= began) & (starts <= began + samples.elapsed_ns)
     lengths = _running(recording, starts, announced)
-    spent = int(lengths[within].sum())
+    listed, listed_ns = int(within.sum()), int(announced[within].sum())
+    count, total_ns = _all(samples, listed, listed_ns)
+    # Dropped collections are shorter than most waits for a core.
+    spent = int(lengths[within].sum()) + total_ns - listed_ns
     share = spent / samples.elapsed_ns
     places = samples.caused_by(GARBAGE_COLLECTION)
     varies = samples.variance_share(places)
-    own = 2 * spent >= int(announced[within].sum())  # at least half is not waiting for a core
+    own = 2 * spent >= total_ns  # at least half is not waiting for a core
     stands_out = varies is not None and varies >= LEAST_VARIANCE and len(places) >= FEWEST_OUTLIERS
     if not own or not (stands_out or (samples.host_bound and share >= LEAST_SHARE)):
         return ()
     step = samples.median_ns / samples.group
     cost = round(spent / samples.steps if samples.host_bound else samples.excess_ns(places))
-    by_generation = Counter(np.asarray(recording.gc_generation, dtype=np.int64)[within].tolist())
-    counts = ", ".join(
-        f"{count} of generation {generation}" for generation, count in sorted(by_generation.items())
-    )
-    evidence = [
-        f"{many(int(within.sum()), 'collection')} in {many(samples.steps, 'step')}: {counts}",
-        f"the longest took {duration(int(lengths[within].max()))}; the median step takes "
-        f"{duration(step)}",
-    ]
+    evidence = [f"{many(count, 'collection')} in {many(samples.steps, 'step')}"]
+    if listed:
+        which = f"the longest {listed} are " if listed < count else ""
+        evidence[0] += f": {which}{_by_generation(recording, within)}"
+        evidence.append(
+            f"the longest took {duration(int(lengths[within].max()))}; the median step takes "
+            f"{duration(step)}"
+        )
     if len(places):
         evidence.append(f"{many(len(places), 'outlier')} during a collection")
     return (_finding((), evidence, cost, share, varies),)
+
+
+def _by_generation(recording: Recording, within: np.ndarray) -> str:
+    generations = np.asarray(recording.gc_generation, dtype=np.int64)[within].tolist()
+    return ", ".join(f"{n} of generation {old}" for old, n in sorted(Counter(generations).items()))
+
+
+def _all(samples: Samples, listed: int, listed_ns: int) -> tuple[int, int]:
+    """Number and time in ns of all collections during the samples.
+
+    Short collections that the recorder dropped are in its counters, which are read at its ticks.
+
+    Args:
+        samples: the samples.
+        listed: recorded collections during the samples.
+        listed_ns: their time.
+    """
+    if not samples.recording.gc_dropped:
+        return listed, listed_ns
+    counted = [
+        round((samples.rate(channel) or 0.0) * samples.elapsed_ns)
+        for channel in ("collections", "collecting_ns")
+    ]
+    return max(listed, counted[0]), max(listed_ns, counted[1])
 
 
 def _running(recording: Recording, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
