@@ -57,11 +57,20 @@ def _steps(pause_ns):
 
 
 def test_slower_calls_of_a_program_that_pauses_are_found():
-    found = the(rule(traced(_steps(20 * MS), notes={"pause_probe": _probe(0.09)})))
+    found = the(rule(traced(_steps(120 * MS), notes={"pause_probe": _probe(0.09)})))
     assert found.id == NAME
     assert found.cost_ns == pytest.approx(0.09 * 900 * US, rel=0.1)
     assert "100 ms" in found.title
     assert len(found.evidence) == 2
+
+
+def test_pauses_longer_than_the_programs_own_do_not_count():
+    probe = {**RECORDED, "asked": False}
+    found = the(rule(traced(_steps(20 * MS), notes={"pause_probe": probe})))
+    assert "a pause of 10 ms takes 9.8 % longer" in found.title
+    assert "100 ms" not in " ".join(found.evidence)
+    slower_after_100_ms = {"pause_probe": _probe(0.09)}
+    assert rule(traced(_steps(20 * MS), notes=slower_after_100_ms)) == ()
 
 
 def test_an_h200_is_slower_after_pauses():

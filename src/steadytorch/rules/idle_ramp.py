@@ -41,7 +41,7 @@ def rule(case: Case) -> Verdict:
     The capture alternates between calls after pauses and back-to-back calls. A finding needs a
     slower median, a rank test (Mann and Whitney, 1947) that rules out chance, and a program that
     pauses. A program pauses if its trace has long idle stretches, or if the user asked about pauses
-    (`asked` in the note).
+    (`asked` in the note). Pauses longer than any idle stretch count only if the user asked.
 
     Source: clocks fall while a GPU is idle ("gpu_idle" among the clock event reasons, NVML
     reference), and processors leave idle states late (Linux, "CPU Idle Time Management").
@@ -53,7 +53,9 @@ def rule(case: Case) -> Verdict:
     if not probe.get("asked") and not len(pauses):
         return ()
     steady = float(probe["steady_ns"])
-    slow = [a for a in _after(probe) if a.after_ns > (1 + LEAST_SLOWDOWN) * steady]
+    longest_ns = np.inf if probe.get("asked") else pauses.max()
+    tried = [a for a in _after(probe) if a.pause_ms * 1e6 <= longest_ns]
+    slow = [a for a in tried if a.after_ns > (1 + LEAST_SLOWDOWN) * steady]
     if slow and 0 < int(probe.get("rounds", 0)) < FEWEST:
         return _too_few(int(probe["rounds"]))
     slow = [a for a in slow if not a.by_chance]
