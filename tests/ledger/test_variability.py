@@ -45,6 +45,11 @@ def test_fewer_than_three_steps_have_no_variance():
     assert "2 steps" in found.reason
 
 
+def test_one_step_is_written_as_one():
+    found = run(plain())
+    assert found.reason.startswith("1 step: variance shares need")
+
+
 def test_equal_steps_have_no_variance():
     found = run(plain(), plain(), plain())
     assert (found.shares, found.kernels, found.slowest) == (None, None, ())

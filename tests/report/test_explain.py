@@ -90,6 +90,11 @@ def test_a_measured_gain_is_an_interval():
     assert "recoverable: 20.00 ms to 30.00 ms a step (30.0 %); 40 % of the variance" in flat
 
 
+def test_a_share_that_rounds_to_zero_has_no_sign():
+    flat = _printed(findings=(finding(variance_share=-0.004),)).flat
+    assert "; 0 % of the variance" in flat
+
+
 def test_a_finding_that_informs_asks_for_nothing():
     shown = finding("queue-full", 0, information=True, transforms=())
     flat = _printed(findings=(shown,)).flat
@@ -134,6 +139,11 @@ def test_limits_that_were_passed_are_not_believed():
     flat = _printed(roofline=passed).flat
     assert "faster than the measured limits" in flat
     assert "would take" not in flat
+
+
+def test_operators_without_data_or_arithmetic_are_not_compared_with_the_limits():
+    flat = _printed(roofline=replace(ROOFLINE, least_ns=0, share_of_limit=1e-4)).flat
+    assert "it would take" not in flat
 
 
 def test_variability_names_slices_in_words():

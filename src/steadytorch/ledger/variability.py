@@ -10,6 +10,7 @@ import numpy as np
 from steadytorch.ledger.conditions import Conditions, unusual
 from steadytorch.ledger.ledger import Ledger
 from steadytorch.ledger.repeated_kernels import Repeats, repeats
+from steadytorch.quantities import counted
 from steadytorch.results.explain import KernelSplit, SlowStep
 from steadytorch.traces.events import Trace
 from steadytorch.traces.kernel_names import short
@@ -63,7 +64,7 @@ def variance_shares(
         for name in ledger.names
     }
     if len(total) < FEWEST:
-        reason = f"{len(total)} steps: variance shares need at least {FEWEST}, better 10"
+        reason = f"{counted(len(total), 'step')}: variance shares need at least {FEWEST}, better 10"
         return VarianceShares(None, reason, (), None)
     again = repeats(trace, ledger) if ledger.kind == "gpu" else None
     slowest = _slowest(trace, ledger, total, slices, again, conditions)

@@ -169,7 +169,7 @@ def recoverable(finding: Finding, result: Explanation) -> str:
         part = f" ({share(high, result.step_ns)})" if high <= result.step_ns else ""
         parts.append(f"recoverable: {amount} a step{part}")
     if finding.variance_share is not None:
-        parts.append(f"{100 * finding.variance_share:.0f} % of the variance")
+        parts.append(f"{100 * finding.variance_share:z.0f} % of the variance")
     if finding.information:
         parts.append("for information")
     parts.append(f"confidence: {finding.confidence}")
@@ -189,12 +189,14 @@ def _kernels(console: Console, lines: Roofline, on_gpu: bool) -> None:
         figures = _kernel(line, lines.steps, limited)
         name = plain(short(line.name, max(8, console.width - 2 - len(figures))))
         print_indented(console, Text(figures + name))
-    if lines.share_of_limit is not None:
-        print_indented(console, Text(least(lines)))
+    if compared := least(lines):
+        print_indented(console, Text(compared))
 
 
 def least(lines: Roofline) -> str:
-    """A sentence that compares the time of kernels with their minimum at the device's limits."""
+    """Compares the time of kernels with their minimum at the limits; empty below a nanosecond."""
+    if lines.share_of_limit is None or not lines.least_ns:
+        return ""
     if lines.least_ns > lines.known_ns:
         return (
             "faster than the measured limits: data came from caches, or the machine was busy while "

@@ -102,7 +102,7 @@ def _longest(each: RankTimes) -> str:
 
 def _share(result: RankComparison, name: str) -> str:
     shares = result.variance_shares
-    return "-" if shares is None or name not in shares else f"{100 * shares[name]:.0f} %"
+    return "-" if shares is None or name not in shares else f"{100 * shares[name]:z.0f} %"
 
 
 def slow_steps(result: RankComparison) -> Iterator[str]:

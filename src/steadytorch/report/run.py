@@ -103,7 +103,7 @@ def _slices(console: Console, result: Watched) -> None:
     shares = result.variance_shares or {}
     console.print(Text(f"{'Where a step goes':<28}{'mean':>10}{'time':>9}{'variance':>11}", "bold"))
     for name, mean, part in slices(result)[:_MOST_SLICES]:
-        varies = f"{100 * shares[name]:.0f} %" if name in shares else "-"
+        varies = f"{100 * shares[name]:z.0f} %" if name in shares else "-"
         line = f"{slice_label(name):<26}{duration(mean):>10}{part:>9}{varies:>11}"
         print_indented(console, Text(line), 2, 1)
 

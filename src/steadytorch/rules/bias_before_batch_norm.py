@@ -62,8 +62,8 @@ def rule(case: Case) -> Verdict:
         Finding(
             id=NAME,
             source="memory bandwidth",
-            title=f"redundant bias before batch norm: {amount(len(pairs) / steps)} a step, "
-            f"{duration(cost)}",
+            title=f"redundant bias before batch norm: {amount(len(pairs) / steps)} a step"
+            f"{f', {duration(cost)}' if cost else ''}",
             evidence=(
                 *(f"input and weight {shape} ({n})" for shape, n in shapes.most_common(2)),
                 f"kernels that add these biases take {duration(cost)} a step"

@@ -48,7 +48,7 @@ def contents(saved: Saved) -> dict[str, Any]:
             for finding in document.findings
         ],
         "kernels": None if lines is None else _kernels(lines, document.gpu is not None),
-        "least": lines and lines.share_of_limit is not None and explain.least(lines),
+        "least": lines and explain.least(lines),
         "doubts": list(explain.doubts(document)),
         "untold": untold(document.abstained),
     }

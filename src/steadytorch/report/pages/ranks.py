@@ -107,7 +107,7 @@ def _late(document: RankComparison) -> Table:
             slice_label(each.slice),
             duration(each.late_ns),
             f"{len(each.steps):,} of {len(document.steps):,}",
-            None if each.variance_share is None else f"{100 * each.variance_share:.0f} %",
+            None if each.variance_share is None else f"{100 * each.variance_share:z.0f} %",
         )
         for each in document.late
     ]

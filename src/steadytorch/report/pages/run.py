@@ -44,7 +44,7 @@ def _slices(document: Watched) -> Table:
             slice_label(name),
             duration(mean),
             part,
-            f"{100 * shares[name]:.1f} %" if name in shares else None,
+            f"{100 * shares[name]:z.1f} %" if name in shares else None,
         )
         for name, mean, part in run.slices(document)
     ]
