@@ -114,11 +114,9 @@ def _profiled(result: Explanation) -> str:
     )
     if not result.marked:
         text = f"{duration(result.step_ns)} in total; the trace marks no steps"
-    elif result.measured is not None:
-        times = result.step_ns / result.measured.median_ns
-        text += f", {times:.2f}x the time without the profiler"
     if result.gpu is not None:
-        text += f"; GPU busy {share(result.gpu.busy_ns, result.gpu.total_ns)}"
+        busy = share(result.gpu.busy_ns, result.gpu.total_ns)
+        text += f"; GPU busy {busy} between its first and last event"
     return text
 
 
