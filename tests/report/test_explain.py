@@ -5,8 +5,8 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from steadytorch.report.explain import render_explain, untold
-from steadytorch.results.explain import Abstention, Explanation, SlowStep
+from steadytorch.report.explain import render_brief, render_explain, untold
+from steadytorch.results.explain import Abstention, Explanation, SlowStep, StepTime
 
 from .conftest import FACTS, HOSTILE, Screen
 from .explained import MS, ROOFLINE, explained, finding, line
@@ -29,6 +29,38 @@ def test_the_headline_names_the_regime_and_what_it_means():
     assert "resnet50: launch-bound, the GPU waits for the host to launch work" in flat
     assert "95.00 ms a step without the profiler, no drift, p99 +0.2 %" in flat
     assert "100.0 ms a step, mean of 2 profiled; GPU busy 65.0 % between its first and" in flat
+
+
+SLEEPY = {"slow": {at: 1900 * MS for at in range(0, 1000, 10)}, "causes": {0: "context switch"}}
+
+
+def test_slow_steps_outside_of_the_profile_are_told():
+    flat = _printed(measured=series(95 * MS, **SLEEPY)).flat
+    assert "resnet50: launch-bound in usual steps, the GPU waits for" in flat
+    assert "285.0 ms a step on average, 3.0x the median: the profile covers only usual" in flat
+    assert "causes of the outliers: 99 unattributed, 1 context switch" in flat
+    brief = Screen()
+    render_brief(brief.console, "resnet50", explained(measured=series(95 * MS, **SLEEPY)))
+    assert "launch-bound in usual steps" in brief.flat
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"measured": None},
+        {"measured": series(95 * MS, slow={0: 9000 * MS})},
+        {
+            "measured": series(95 * MS, **SLEEPY),
+            "steps": (*explained().steps, StepTime(4, 2000 * MS, {"unknown": 2000 * MS})),
+        },
+    ],
+    ids=["even steps", "a trace file", "one slow step", "slow steps were profiled"],
+)
+def test_a_profile_of_all_kinds_of_steps_is_not_limited_to_usual_ones(fields):
+    flat = _printed(**fields).flat
+    assert "usual steps" not in flat
+    assert "causes of the outliers" not in flat
 
 
 def test_a_trace_file_shows_no_measurement():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from rich.console import Console
 from rich.text import Text
@@ -11,6 +12,7 @@ from steadytorch.findings.finding import NO_GPU_EVENTS
 from steadytorch.quantities import counted
 from steadytorch.rates.regime import REGIMES
 from steadytorch.report.ledger import in_words, render_ledger
+from steadytorch.report.measure import causes
 from steadytorch.report.text import (
     duration,
     format_drift,
@@ -27,6 +29,8 @@ MOST_KERNELS = 5
 _MOST_SLOW = 2
 _BRIEF_SLICES = 3
 _BRIEF_FINDINGS = 2
+_MOST_USUAL = 1.5
+"""Maximum mean over median at which the usual steps stand for all."""
 _DISTORTED = 1.1
 """Print a warning if profiling slowed the steps by this factor or more."""
 
@@ -89,13 +93,29 @@ def _headline(console: Console, name: str, result: Explanation) -> None:
 
 
 def _verdict(name: str, result: Explanation) -> Text:
-    what = f", {REGIMES[result.regime]}" if result.regime in REGIMES else ""
     regime = (plain(result.regime), "bold")
-    return Text.assemble((plain(name), "bold"), ": ", regime, what)
+    return Text.assemble((plain(name), "bold"), ": ", regime, pace(result))
+
+
+def pace(result: Explanation) -> str:
+    """What the regime means, and whether it holds for the usual steps only; follows its name."""
+    where = " in usual steps" if _is_of_usual_steps(result) else ""
+    return f"{where}, {REGIMES[result.regime]}" if result.regime in REGIMES else where
+
+
+def _is_of_usual_steps(result: Explanation) -> bool:
+    """Whether slow steps take much of the time, but none of them was profiled."""
+    measured, profiled = result.measured, [step.total_ns for step in result.steps]
+    return (
+        measured is not None
+        and bool(profiled)
+        and measured.mean_ns > _MOST_USUAL * measured.median_ns
+        and result.step_ns <= _MOST_USUAL * median(profiled)
+    )
 
 
 def times(result: Explanation) -> Iterator[str]:
-    """Yields the step time without and with the profiler, a line each."""
+    """Yields the step time without and with the profiler, and what the profile misses."""
     if result.measured is not None:
         period = result.measured
         name, tail = ("p99", period.p99_ns) if period.p99_ns is not None else ("p90", period.p90_ns)
@@ -105,6 +125,12 @@ def times(result: Explanation) -> Iterator[str]:
         )
     if result.steps:
         yield _profiled(result)
+    if result.measured is not None and _is_of_usual_steps(result):
+        mean, usual = result.measured.mean_ns, result.measured.median_ns
+        yield (
+            f"{duration(mean)} a step on average, {mean / usual:.1f}x the median: the profile "
+            "covers only usual steps"
+        )
 
 
 def _profiled(result: Explanation) -> str:
@@ -237,6 +263,8 @@ def variation(result: Explanation) -> Iterator[str]:
             f"without the profiler: CV {100 * varies.cv:.2f} %, "
             f"{counted(outliers, 'outlier')} in {len(result.measured.samples_ns):,} samples"
         )
+        if outliers and _is_of_usual_steps(result):
+            yield f"causes of the outliers: {causes(result.measured)}"
     if result.variance_shares:
         ranked = sorted(result.variance_shares.items(), key=lambda item: -abs(item[1]))
         parts = [f"{in_words(k)} {_whole(v)}" for k, v in ranked[:4] if abs(v) >= 0.01]

@@ -77,9 +77,13 @@ def _outliers(measured: Measurement) -> str:
     count = len(measured.outliers)
     if not count:
         return f"no outliers in {len(measured.samples_ns):,}"
-    causes = Counter(outlier.cause for outlier in measured.outliers)
-    listed = ", ".join(f"{number} {cause}" for cause, number in causes.most_common())
-    return f"{counted(count, 'outlier')} in {len(measured.samples_ns):,}: {listed}"
+    return f"{counted(count, 'outlier')} in {len(measured.samples_ns):,}: {causes(measured)}"
+
+
+def causes(measured: Measurement) -> str:
+    """The causes of the outliers with their number, the most frequent first."""
+    found = Counter(outlier.cause for outlier in measured.outliers)
+    return ", ".join(f"{number} {cause}" for cause, number in found.most_common())
 
 
 def render_measure(console: Console, name: str, result: MeasureResult) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from steadytorch.quantities import size
-from steadytorch.rates.regime import REGIMES
 from steadytorch.report import explain
 from steadytorch.report.ledger import in_words, slice_label
 from steadytorch.report.pages.steps import MOST_STEPS, Step, note_of_steps, opened
@@ -25,11 +24,10 @@ def contents(saved: Saved) -> dict[str, Any]:
     """Template variables for the page of an explanation."""
     document: Explanation = saved.result
     _check(document.steps)
-    regime = document.regime
     lines = document.roofline
     return {
         "title": saved.head.workload,
-        "headline": f"{regime}, {REGIMES[regime]}" if regime in REGIMES else regime,
+        "headline": document.regime + explain.pace(document),
         "times": list(explain.times(document)),
         "steps": _steps(document.steps) if document.steps else None,
         "slices": _slices(document),
