@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from steadytorch.ledger.ledger import CPU_SLICES, SLICES
+from steadytorch.ledger.ledger import CPU_SLICES, SLICES, build_ledger
+from steadytorch.rates.regime import REGIMES
 from steadytorch.report.ledger import in_words, render_ledger, shown_slices
 from steadytorch.results.explain import StepTime
 
+from ..traces.synthetic import op, trace
 from .conftest import HOSTILE, Screen
 from .explained import FULL, MS, explained
 
@@ -28,6 +30,14 @@ def test_the_bar_takes_the_whole_width_in_proportion(width):
     assert bar.count("█") == pytest.approx(0.60 * len(bar), abs=1)
     assert bar.count("▒") == pytest.approx(0.30 * len(bar), abs=1)
     assert bar == "".join(sorted(bar, key="█▓▒░#".index))
+
+
+def test_short_waits_between_operators_are_not_called_python_alone():
+    """Without stacks, a trace does not tell a short sleep from running Python code."""
+    ledger = build_ledger(trace([op("aten::mm", at, at + 50_000) for at in (0, 400_000, 800_000)]))
+    steps = tuple(StepTime(s.index, s.total_ns, s.slices) for s in ledger.steps)
+    assert "Python, or waiting" in _rendered(steps=steps, gpu=None).text
+    assert "Python or short waits set the pace" in REGIMES["python-bound"]
 
 
 def test_the_legend_has_percent_and_time_and_adds_up():

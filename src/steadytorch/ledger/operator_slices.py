@@ -43,8 +43,8 @@ CPU_SLICES = (
 - `cpu_data_wait`: the input pipeline, whatever it did.
 - `cpu_waiting`: a Python call that waits: sleep, lock, queue, pipe (only with stacks).
 - `cpu_compile`, `cpu_gc`, `cpu_profiler`: as in `ledger.SLICES`.
-- `cpu_python`: Python between operators; without stacks, only stretches shorter than
-`idle_owners.LAUNCH_LIMIT_NS`.
+- `cpu_python`: Python between operators, or short waits, which no record tells apart; without
+stacks, only stretches shorter than `idle_owners.LAUNCH_LIMIT_NS`.
 - `cpu_forward`, `cpu_backward`, `cpu_optimizer`, `cpu_evaluation`, `cpu_synchronisation`,
 `cpu_script`: the parts of a step recorded by `steady run --keep-slow`, which records no operators.
 - `unknown`: no record gives a reason."""

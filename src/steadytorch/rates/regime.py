@@ -14,7 +14,7 @@ REGIMES = {
     "launch-bound": "the GPU waits for the host to launch work",
     "input-bound": "the next batch sets the pace",
     "synchronisation-bound": "waiting for one another sets the pace",
-    "python-bound": "Python and the framework set the pace, not the operators",
+    "python-bound": "Python or short waits set the pace, not the operators",
     "host-bound": "host-side preparation sets the pace",
     "unclassified": "the limit could not be identified",
 }

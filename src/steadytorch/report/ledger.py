@@ -38,7 +38,7 @@ _NAMES = {
     "cpu_compile": "compiling, loading",
     "cpu_allocation": "allocation",
     "cpu_gc": "garbage collection",
-    "cpu_python": "Python, framework",
+    "cpu_python": "Python, or waiting",
     "cpu_profiler": "the profiler",
     "cpu_forward": "forward",
     "cpu_backward": "backward",
