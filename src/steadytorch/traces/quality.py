@@ -46,7 +46,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
         overlap_ns: total overlap.
         steps: marked steps.
         last_step_share: GPU events of the last marked step over the median of earlier steps; None
-            for fewer than two marked steps, or without GPU events in them.
+            for fewer than three marked steps, or without GPU events in them.
         overhead_ns: time of the profiler's own `overhead` events on any thread, each moment once.
         distrusted: unreliable ledger slices and figures: names of slices, or "last step",
             "exclusive times".
@@ -141,7 +141,7 @@ def _overlaps(trace: Trace, rows: np.ndarray) -> np.ndarray:
 
 def _last_step_share(trace: Trace, launches: np.ndarray, marks: np.ndarray) -> float | None:
     """Compute `Quality.last_step_share`; each GPU event belongs to the step that launched it."""
-    if len(marks) < 2:
+    if len(marks) < 3:
         return None
     began = trace.events.start_ns[launches]
     step = np.searchsorted(trace.events.start_ns[marks], began, side="right") - 1
