@@ -58,6 +58,18 @@ class TestCompiling:
             compiled.model(*made.inputs)
         assert [len(kept) for kept in frozen_graphs] == [1]
 
+    def test_an_output_folded_to_a_constant_is_the_callers_own(self):
+        class Scaled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x), self.weight * 2
+
+        made = Workload(Scaled(4, 4).eval(), torch.randn(2, 4))
+        with variant(freezing=True).applied(made) as compiled:
+            for _ in range(3):
+                compiled.model(made.inputs[0])[1].fill_(7)
+            right = made.model(made.inputs[0])
+            torch.testing.assert_close(compiled.model(made.inputs[0]), right)
+
     @pytest.mark.slow
     def test_freezing_holds_for_a_second_layout_too(self, frozen_graphs):
         made = linear()

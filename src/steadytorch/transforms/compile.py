@@ -263,9 +263,40 @@ def _backend(parameters: Any, pads: bool) -> Callable[..., Any]:
             raise _NotFreezingError
         strides = {} if freezing else output_strides.options(pads)
         with compiler_choices.padding(choices):
-            return compile_fx(graph, inputs, config_patches={**options, **strides})
+            compiled: Any = compile_fx(graph, inputs, config_patches={**options, **strides})
+        return _with_fresh_outputs(compiled, _folded(graph.graph)) if freezing else compiled
 
     return inductor
+
+
+def _folded(graph: torch.fx.Graph) -> frozenset[int]:
+    """Positions of outputs that are computed from weights alone, which freezing folds."""
+    varies = set[torch.fx.Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder" or varies.intersection(node.all_input_nodes):
+            varies.add(node)
+    outputs = graph.output_node().args[0]
+    listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return frozenset(
+        place
+        for place, node in enumerate(listed)
+        if isinstance(node, torch.fx.Node) and node.op != "get_attr" and node not in varies
+    )
+
+
+def _with_fresh_outputs(compiled: Callable[..., Any], places: frozenset[int]) -> Callable[..., Any]:
+    """Clones folded outputs, which are the same memory at every call, unlike those of the model."""
+    if not places:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        outputs = compiled(*args)
+        return tuple(
+            output.clone() if place in places and isinstance(output, torch.Tensor) else output
+            for place, output in enumerate(outputs)
+        )
+
+    return call
 
 
 @contextmanager
