@@ -45,9 +45,22 @@ class Branches(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
+class Asserts(nn.Module):
+    def forward(self, x):
+        torch._assert_async((x >= 0).all())
+        return x + 1
+
+
 def nested() -> Workload:
     inputs = ((torch.randn(3, 4), torch.tensor([1, 2])), 2.5)
     return Workload(Nested().eval(), inputs, {"flags": {"bias": torch.ones(4)}})
+
+
+def test_an_export_leaves_the_modes_of_modules_as_they_are():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    model[1] = nn.GELU()  # in training mode, as it is new
+    export(Workload(model, torch.ones(1, 2)))
+    assert [module.training for module in model.modules()] == [False, False, True]
 
 
 def engine_of(workload: Workload) -> EngineModel:
@@ -111,6 +124,7 @@ def test_an_exception_of_an_engine_becomes_a_runtime_error():
         (Opaque(), (torch.ones(2),), "returns a object"),
         (Passes(), (torch.ones(2),), "returns one of its inputs"),
         (Branches(), (torch.ones(2),), "cannot be exported"),
+        (Asserts(), (torch.ones(2),), "would not check what the model asserts"),
         (nn.Identity(), (torch.ones(2, dtype=torch.complex64),), "complex"),
         (nn.Identity(), (torch.ones(2, 2).to_sparse(),), "sparse"),
     ],

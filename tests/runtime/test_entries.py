@@ -105,7 +105,7 @@ def test_refreshed_it_serves_the_new_weights(model, x, serving):
 
 
 def test_refresh_checks_again_whether_the_plan_fits(model, x):
-    reasons = iter(["it does not fit", None])
+    reasons = iter(["it does not fit", None, None])  # asked again before the executor is built
     tuned = TunedModule(model, Script(Resolution(LIVE)), lambda model: next(reasons))
     tuned(x)
     tuned.refresh()

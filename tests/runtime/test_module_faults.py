@@ -282,6 +282,36 @@ def test_a_pickled_one_serves_untouched_and_says_so(x, serving, through):
     assert other.report().calls == {"untouched: it was copied; apply the plan to the copy": 1}
 
 
+def _pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def _plus_one(module, inputs, output):
+    return output + 1
+
+
+@pytest.mark.parametrize(
+    "through", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_keep_the_hooks_of_the_wrapper(x, serving, through):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
+    tuned.register_forward_hook(_plus_one)
+    torch.testing.assert_close(through(tuned)(x), model(x) + 1)
+
+
+def test_whether_the_plan_fits_is_asked_before_the_first_executor_is_built(x, serving):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+
+    def fits(model):
+        return None if model[0].stride == (1, 1) else "another stride"
+
+    tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x), fits)
+    model[0].stride = (2, 2)
+    assert torch.equal(tuned(x), model(x))
+    assert tuned.report().calls == {"untouched: another stride": 1}
+
+
 def test_half_made_it_raises_attribute_errors():
     bare = TunedModule.__new__(TunedModule)
     with pytest.raises(AttributeError, match="anything"):

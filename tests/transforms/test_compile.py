@@ -58,6 +58,19 @@ class TestCompiling:
             compiled.model(*made.inputs)
         assert [len(kept) for kept in frozen_graphs] == [1]
 
+    def test_checks_of_values_are_not_left_out(self):
+        class Asserts(nn.Linear):
+            def forward(self, x):
+                torch._assert_async((x >= 0).all())
+                return super().forward(x)
+
+        made = Workload(Asserts(4, 4).eval(), torch.rand(2, 4))
+        with (
+            variant().applied(made) as compiled,
+            pytest.raises(Exception, match="would not check the values"),
+        ):
+            compiled.model(made.inputs[0])
+
     def test_an_output_folded_to_a_constant_is_the_callers_own(self):
         class Scaled(nn.Linear):
             def forward(self, x):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, first_line
+from steadytorch.workload.compiler_faults import asserts
 from steadytorch.workload.contents import contents, same
 from steadytorch.workload.generators import restored
 from steadytorch.workload.signature import in_order, strides_of
@@ -86,8 +87,8 @@ def export(workload: Workload) -> Exported:
 
     Raises:
         UnsupportedError: the model cannot be exported, writes to state or arguments, draws random
-            numbers, or returns something other than tensors and constants; or an input cannot be
-            passed to an engine.
+            numbers, asserts values of tensors, or returns something other than tensors and
+            constants; or an input cannot be passed to an engine.
     """
     given = workload.inputs, in_order(workload.kwargs)
     leaves, nesting = pytree.tree_flatten(given)
@@ -101,6 +102,8 @@ def export(workload: Workload) -> Exported:
         program = torch.export.export(flat, tensors, strict=False)
     if any(map(_may_draw, program.graph.nodes)) and _draws(workload):
         raise UnsupportedError(DRAWS)
+    if any(map(asserts, program.graph.nodes)):
+        raise UnsupportedError("engines would not check what the model asserts")
     signature = program.graph_signature
     found, returned = seen[-1]
     held = {spec.arg.name for spec in signature.input_specs}
@@ -173,7 +176,7 @@ class _Flat(nn.Module):
             [next(following) if place is None else place[0] for place in places], nesting
         )
         self._seen: Callable[[Any], None] = lambda result: seen.append(result)
-        self.train(model.training)
+        self.training = model.training  # `train` would set the modes of the model's modules
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._arguments(iter(tensors))

@@ -106,6 +106,8 @@ class Entries:
         model: the untouched model.
         resolve: resolves a signature.
         options: how to serve.
+        fits: returns why the model cannot be served, or None; asked before the first executor is
+            built, since the model may have changed until then.
 
     Attributes:
         found: entries by key; read without a lock.
@@ -113,8 +115,15 @@ class Entries:
         is_built: whether any executor was built.
     """
 
-    def __init__(self, model: nn.Module, resolve: Resolver, options: ServingOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        resolve: Resolver,
+        options: ServingOptions,
+        fits: Callable[[nn.Module], str | None] | None = None,
+    ) -> None:
         self._model, self._resolve, self._options = model, resolve, options
+        self._fits = fits
         self.found: dict[Any, Entry] = {}
         self.weights = Weights(model, contents=not options.trains)
         self._by_signature: dict[Any, Entry] = {}
@@ -330,6 +339,11 @@ class Entries:
     ) -> Executor | None:
         """Builds an executor with its checks; on failure, returns None and sets `entry.reason`."""
         if not self.is_built:
+            misfit = None if self._fits is None else self._fits(self._model)
+            if misfit is not None:
+                entry.reason = misfit
+                self.warn(misfit)
+                return None
             self.weights.remember()
         elif self.weights.changed():  # `remember` would hide the change from the other entries
             entry.reason = STALE

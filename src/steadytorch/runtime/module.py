@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 from torch import nn
@@ -109,7 +109,7 @@ class TunedModule(ModuleProxy):
         options: ServingOptions = _OPTIONS,
     ) -> None:
         super().__init__(model)
-        entries, gate = Entries(model, resolve, options), Gate(model.training)
+        entries, gate = Entries(model, resolve, options, fits), Gate(model.training)
         slow_paths = SlowPaths(
             self._slow_path,
             self._without_key,
@@ -487,9 +487,15 @@ class TunedModule(ModuleProxy):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self._model,)
+        return _opened, (self._model, self._own_hooks())
 
 
-def _opened(model: nn.Module) -> TunedModule:
+def _opened(model: nn.Module, hooks: Mapping[str, Any] = MappingProxyType({})) -> TunedModule:
     copied = "it was copied; apply the plan to the copy"
-    return TunedModule(model, lambda context: Resolution(None), lambda model: copied)
+    made = TunedModule(model, lambda context: Resolution(None), lambda model: copied)
+    for name, held in hooks.items():
+        if isinstance(held, dict):
+            made.__dict__[name].update(held)
+        else:
+            made.__dict__[name] = held
+    return made

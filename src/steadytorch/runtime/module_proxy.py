@@ -174,11 +174,15 @@ class ModuleProxy(_ClassMimic, nn.Module):
         """
         return f"{type(self).__name__}({self._model!r})"
 
+    def _own_hooks(self) -> dict[str, Any]:
+        """The wrapper's own hooks, by attribute."""
+        return {name: self.__dict__[name] for name in _HOOKS}
+
     def _copy_hooks(self, made: ModuleProxy, memo: dict[int, Any]) -> None:
         """Copies the wrapper's own hooks to a deep copy of the wrapper."""
         memo[id(self)] = made  # a hook may refer to this module
-        for name in _HOOKS:
-            hooks, copied = self.__dict__[name], made.__dict__[name]
+        for name, hooks in self._own_hooks().items():
+            copied = made.__dict__[name]
             if not isinstance(hooks, dict):
                 made.__dict__[name] = copy.deepcopy(hooks, memo)
                 continue

@@ -33,8 +33,15 @@ def refuse_changed(graph: fx.GraphModule) -> None:
     if InstructionTranslator.current_tx().output.random_calls:
         raise UnsupportedError("it draws numbers from a random.Random")
     for node in graph.graph.nodes:
-        if node.target is binary_cross_entropy or _takes_probabilities(node):
+        if node.target is binary_cross_entropy or _takes_probabilities(node) or asserts(node):
             raise UnsupportedError(f"compiled code would not check the values of {node.name}")
+
+
+def asserts(node: fx.Node) -> bool:
+    """Whether a node checks a tensor's values, which compilers and engines leave out."""
+    return node.target is torch._assert_async or (
+        getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async
+    )
 
 
 def _takes_probabilities(node: fx.Node) -> bool:
