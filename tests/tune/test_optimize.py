@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from stored import equal, make_plan, store_plan
 from torch import nn
 
 from steadytorch.errors import PlanError, UsageError
+from steadytorch.runtime import settings
 from steadytorch.runtime.module import TunedModule
 from steadytorch.tune import optimize as module_under_test
 from steadytorch.tune.optimize import TRAINING, optimize
@@ -77,6 +80,14 @@ def test_off_is_always_untouched(model, x, store):
     tuned = optimize(model, "off", store=store)
     assert equal(tuned, model, x)
     assert tuned.report().calls == {"untouched: mode is off": 1}
+
+
+def test_an_unknown_mode_of_the_process_is_told_once(monkeypatch, caplog):
+    settings._warn_of.cache_clear()
+    monkeypatch.setenv("STEADYTORCH_MODE", "of")
+    with caplog.at_level(logging.WARNING):
+        assert [settings.is_switched_off() for _ in range(2)] == [False, False]
+    assert caplog.messages == ["STEADYTORCH_MODE=of does nothing: set it to off"]
 
 
 @pytest.mark.parametrize("value", ["off", " OFF "])

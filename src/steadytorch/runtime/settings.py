@@ -13,9 +13,11 @@ tune without transforms that set flags.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import RLock
 
 SWITCH = "STEADYTORCH_MODE"
@@ -44,7 +46,15 @@ def after_fork() -> None:
 
 def is_switched_off() -> bool:
     """Whether the environment variable `STEADYTORCH_MODE` switches off all tuned serving."""
-    return os.environ.get(SWITCH, "").strip().lower() == "off"
+    value = os.environ.get(SWITCH, "").strip().lower()
+    if value not in ("", "off"):
+        _warn_of(value)
+    return value == "off"
+
+
+@cache
+def _warn_of(value: str) -> None:
+    logging.getLogger("steadytorch").warning("%s=%s does nothing: set it to off", SWITCH, value)
 
 
 @contextmanager

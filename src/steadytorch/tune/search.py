@@ -45,6 +45,7 @@ from steadytorch.tune.result import (
 from steadytorch.tune.select import CLAIM, CONTENDED, SearchOptions, block_shape, choose
 from steadytorch.tune.setup_scheduler import ProgressListener, SetupScheduler
 from steadytorch.tune.trial import LiveTrial
+from steadytorch.tune.tuning_worker import UNCLASSIFIED
 from steadytorch.verification.verdict import UNREPEATABLE
 from steadytorch.workload.workload import Workload
 
@@ -211,8 +212,10 @@ class Search:
         if not self._workload.is_training:
             self._available = self._with_engines()
         source = self._source(character.regime, findings)
-        named = "".join(f", {finding.id}" for finding in findings if finding.id != character.regime)
-        self._watcher.phase(f"{character.regime}{named}: trying known strong combinations")
+        named = dict.fromkeys([character.regime, *(finding.id for finding in findings)])
+        named.pop(UNCLASSIFIED, None)
+        why = f"{', '.join(named)}: " if named else ""
+        self._watcher.phase(f"{why}trying known strong combinations")
         self._pursue(source, owed=self._early)
         if self._workload.is_training and self._may_gain_by_engines():
             self._available = self._with_engines()

@@ -34,12 +34,15 @@ _LAUNCH_BOUND = 0.8
 """Share of the period spent enqueueing above which a workload counts as launch-bound."""
 
 
+UNCLASSIFIED = "unclassified"
+
+
 class Character(msgspec.Struct, frozen=True):
     """The bottleneck of the untouched workload.
 
     Attributes:
-        regime: launch-, compute- or memory-bound; "unclassified" if its operations could not be
-            counted.
+        regime: launch-, compute- or memory-bound; `UNCLASSIFIED` if its operations could not be
+            counted, and on a CPU if it is not compute-bound.
         host_share: median enqueue time over median period; 0 on the CPU.
         matrix_share: achieved operations per second over the device's measured matrix rate; None
             if unknown.
@@ -131,10 +134,12 @@ class TuningHandler(ExplainHandler):
         matrix_share = self._matrix_share(product_flops, period_ns * 1e-9)
         if host_share >= _LAUNCH_BOUND:
             regime = "launch-bound"
-        elif matrix_share is None:
-            regime = "unclassified"
+        elif matrix_share is not None and matrix_share >= _COMPUTE_BOUND:
+            regime = "compute-bound"
+        elif matrix_share is None or on_host:  # where Python and memory are not told apart
+            regime = UNCLASSIFIED
         else:
-            regime = "compute-bound" if matrix_share >= _COMPUTE_BOUND else "memory-bound"
+            regime = "memory-bound"
         return msgspec.to_builtins(Character(regime, host_share, matrix_share))
 
     @own_errors()
