@@ -169,7 +169,8 @@ def _neighbours(gradients: list[Tensor], before: list[Tensor]) -> list[Sequence[
         the first and along the last dimension. NaN where nothing moved, or without previous pass.
     """
     if not before:
-        return [[_NAN] * len(gradients)] * 3
+        # On the device: each copy there would take as long as an operator.
+        return [[_NAN.to(gradients[0].device)] * len(gradients)] * 3 if gradients else [[]] * 3
     moves = [move.float() for move in torch._foreach_sub(gradients, before)]
     norms = _norms(moves)
     along = [[_products_of_neighbours(move, dim) for move in moves] for dim in (0, -1)]
