@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -343,6 +344,50 @@ def test_a_change_of_what_modules_hold_as_plain_attributes_is_seen(change):
     weights.remember()
     assert not weights.changed()
     PLAIN[change](model)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+
+
+# -- modules outside of the tree ------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return DEEPER(x)
+
+
+class Outer(nn.Module):
+    """Calls modules of an object and of a global; the latter calls another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = SimpleNamespace(head=nn.Linear(2, 2))
+
+    def forward(self, x):
+        return INNER(self.held.head(x))
+
+
+INNER, DEEPER = Inner(), nn.Linear(2, 2)
+
+OUTSIDE = {
+    "written": lambda m: m.held.head.weight.detach().mul_(3),
+    "loaded": lambda m: m.held.head.load_state_dict(nn.Linear(2, 2).state_dict()),
+    "replaced": lambda m: setattr(m.held.head, "bias", None),
+    "mode": lambda m: m.held.head.eval(),
+    "hook": lambda m: INNER.register_forward_hook(lambda *given: None),
+    "written deeper": lambda m: DEEPER.weight.data.add_(1),
+    "optimizer": lambda m: torch.optim.SGD(DEEPER.parameters(), fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("change", OUTSIDE)
+def test_modules_that_code_reads_elsewhere_are_watched(change):
+    model = Outer()
+    weights = Weights(model)
+    weights.remember()
+    assert not weights.changed()
+    OUTSIDE[change](model)
     assert weights.changed()
     weights.remember()
     assert not weights.changed()

@@ -21,7 +21,7 @@ from steadytorch.native.host import load
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.workload.contents import checksum, kept_attributes, memory_of
 from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
-from steadytorch.workload.reads import Reads, reads_of
+from steadytorch.workload.reads import Reads
 
 SAMPLES = 256
 """Elements compared at each check, at least one per tensor."""
@@ -54,7 +54,8 @@ class Weights:
       tensor.
 
     Plain attributes of layers of `torch.nn` and of modules of user-defined classes are compared
-    too; of the latter also the contents of arrays and containers, nested ones included.
+    too; of the latter also the contents of arrays and containers, nested ones included. Modules
+    that code reads of globals, closures or objects are watched as submodules are.
 
     Limit: a write to a few elements of a large tensor may go undetected if it does not raise the
     version counter.
@@ -97,7 +98,7 @@ class Weights:
         replaced: list[Any] = []
         self._announced, differ = announced, _interpreted
         if self._contents:
-            self._identities = frozenset(map(id, own.tensors))
+            self._identities = frozenset(map(id, all_held.tensors))
             self._storages = [
                 *_storages(own.tensors, announced.append),
                 *_storages(all_held.tensors[len(own.tensors) :], replaced.append),
@@ -217,9 +218,8 @@ class _Watched:
         self.reads = Reads()
         found: list[Tensor] = [*model.parameters(), *model.buffers()]
         if plain:
-            walk = _Walk(modules)
+            walk = _Walk(modules, self.reads)
             modules = walk.modules
-            self.reads = reads_of(modules)
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
             self.attributes = [*walk.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
@@ -243,28 +243,35 @@ class _Watched:
 
 
 class _Walk:
-    """Finds tensors, containers and modules held in plain attributes of modules.
+    """Finds tensors, containers and modules that modules hold in plain attributes or read.
 
     Args:
         modules: the modules to start from.
+        reads: is extended by what the modules' code reads.
 
     Attributes:
-        modules: the given modules, and modules found in attributes.
+        modules: the given modules, and modules found in attributes and in `reads`.
         tensors: tensors in plain attributes and in containers.
         dictionaries: attribute dictionaries of modules, and dictionaries in the user's own ones.
         sequences: lists, sets and deques in the user's own modules.
         others: values in the user's own modules that are none of these.
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], reads: Reads) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.dictionaries: list[dict[Any, Any]] = []
         self.sequences: list[Any] = []
         self.others: list[Any] = []
         self._seen: set[int] = set()
-        for module in modules:
-            self._module(module)
+        waiting = modules
+        while waiting:  # modules that code reads may read others
+            known = len(self.modules), len(reads.modules)
+            for module in waiting:
+                self._module(module)
+            for module in self.modules[known[0] :]:
+                reads.forward(module)
+            waiting = reads.modules[known[1] :]
 
     def _module(self, module: nn.Module) -> None:
         for each in module.modules():
