@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from .conftest import always
 
 DETERMINISTIC = (TransformSpec("cudnn_deterministic"),)
 LIMITED = (TransformSpec("cudnn_benchmark", (("limit", 10),)),)
-LOGS = {}  # not with the models, which would count as state of theirs
+LOGS = WeakKeyDictionary()  # not searched: a log would count as state of the models
 
 
 class Meeting(nn.Module):
@@ -27,19 +28,19 @@ class Meeting(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        LOGS[id(self.layer)] = []
+        LOGS[self.layer] = []
 
     def forward(self, x):
         flags = torch.backends.cudnn
         before = flags.deterministic, flags.benchmark
         time.sleep(0.05)
-        LOGS[id(self.layer)].append((before, (flags.deterministic, flags.benchmark)))
+        LOGS[self.layer].append((before, (flags.deterministic, flags.benchmark)))
         return self.layer(x)
 
 
 def _served(candidate):
     model = Meeting().eval()
-    log = LOGS[id(model.layer)]
+    log = LOGS[model.layer]
     tuned = TunedModule(model, always(candidate))
     tuned(torch.ones(1, 4))
     log.clear()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import UserDict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -390,6 +390,80 @@ def test_modules_that_code_reads_elsewhere_are_watched(change):
     OUTSIDE[change](model)
     assert weights.changed()
     weights.remember()
+    assert not weights.changed()
+
+
+# -- dictionaries and objects outside of the tree -------------------------------------------------
+
+
+TABLE, MANY, OPTIONS = {0: 1.0}, {f"k{i}": 1.0 for i in range(100)}, {}
+CONFIG = SimpleNamespace()
+
+
+class Reading(nn.Module):
+    """Reads entries and attributes, some of which are absent at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.config = SimpleNamespace(table={0: 1.0}, rows={1: [1.0]})
+        self.user = UserDict(scale=1.0)
+
+    def forward(self, x):
+        scale = TABLE[0] * MANY["k90"] * OPTIONS.get("scale", 1.0) * self.user["scale"]
+        scale = scale * (3.0 if hasattr(self.config, "flag") else 1.0) * self.gain()
+        return self.layer(x) * scale * self.config.table[0] * self.config.rows[1][0] * of_config()
+
+    def gain(self):
+        return 1.0
+
+
+class Computing(Reading):
+    def gain(self):
+        return getattr(self.config, "gain", 1.0)
+
+
+def of_config():
+    return getattr(CONFIG, "factor", 1.0)
+
+
+READ = {
+    "key that is a number": lambda m: m.config.table.update({0: 5.0}),
+    "list under a number": lambda m: m.config.rows[1].append(2.0),
+    "attribute added": lambda m: setattr(m.config, "flag", 1),
+    "UserDict": lambda m: m.user.update(scale=4.0),
+    "UserDict gains an entry": lambda m: m.user.update(more=4.0),
+    "number in a global dictionary": lambda m: TABLE.update({0: TABLE[0] + 1}),
+    "entry after many": lambda m: MANY.update(k90=MANY["k90"] + 1),
+    "entry added": lambda m: OPTIONS.update(scale=3.0),
+    "entry removed": lambda m: OPTIONS.clear(),
+    "attribute of a global added": lambda m: setattr(CONFIG, "factor", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", READ)
+@pytest.mark.parametrize("kind", [Reading, Computing])
+def test_dictionaries_and_objects_that_code_reads_are_watched(kind, change):
+    CONFIG.__dict__.clear()
+    OPTIONS.clear()
+    if change == "entry removed":
+        OPTIONS["scale"] = 2.0
+    model = kind()
+    weights = Weights(model)
+    weights.remember()
+    model(torch.ones(1, 2))
+    assert not weights.changed()
+    READ[change](model)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+
+
+def test_an_attribute_that_code_does_not_ask_for_is_no_change():
+    model = Reading()
+    weights = Weights(model)
+    weights.remember()
+    model.config.other = 1
     assert not weights.changed()
 
 

@@ -221,7 +221,7 @@ class _Watched:
             walk = _Walk(modules, self.reads)
             modules = walk.modules
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
-            self.attributes = [*walk.dictionaries, *self.reads.mappings]
+            self.attributes = [*walk.dictionaries, *self.reads.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
             others = (*walk.others, *self.reads.values())
             self.arrays = [value for value in others if memory_of(value) is not None]
@@ -379,6 +379,7 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
     if not sequences and not held.reads and not arrays:
         return differs
     items, known = [list(found) for found in sequences], values()
+    has_gained = held.reads.has_gained
     sums = [*map(checksum, arrays)]
 
     def changed() -> bool:
@@ -386,6 +387,7 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
             differs()
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
+            or has_gained()
             or [*map(checksum, arrays)] != sums
         )
 

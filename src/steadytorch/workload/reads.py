@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, partial
@@ -35,7 +35,10 @@ PLAIN = (bool, int, float, str, np.generic)
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 MOST_ITEMS = 64
-"""Items of a list or dictionary that are watched."""
+"""Items of a list or dictionary that are searched."""
+MOST_ENTRIES = 1000
+"""Entries of a dictionary that is watched as a whole, at 4 ns each in compiled code. Of larger ones
+only the `MOST_ITEMS` first entries are watched."""
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "steadytorch", "math", "functools"})
 """Packages whose functions and objects are not searched for values."""
 _DEPTH, _DEPTH_OF_LOSS = 3, 8
@@ -48,7 +51,10 @@ _OF_FUNCTIONS = ("forward", "backward", "setup_context", "jvp", "vjp")
 
 
 class _Any(frozenset[str]):
-    """Contains every name, for code that computes the names of the attributes that it reads."""
+    """Contains every name, for code that computes the names of the attributes that it reads.
+
+    Its items are "*" and names that such code holds as texts.
+    """
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -61,12 +67,18 @@ _ANY = _Any({"*"})
 
 
 class _Names(NamedTuple):
-    """Names of the globals, attributes and modules that code reads."""
+    """Names of the globals, attributes and modules that code reads.
+
+    Attributes:
+        texts: strings that may be names.
+        computed: those in statements that compute a name, as in `hasattr(config, "scale")`.
+    """
 
     globals: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     imports: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
 
     @property
     def computes(self) -> bool:
@@ -100,32 +112,35 @@ class Reads:
         places: mappings with the names of watched entries.
         cells: cells of closures.
         lists: lists, deques and sets whose items are watched.
+        dictionaries: dictionaries that can be watched as a whole, `MOST_ENTRIES` at most.
         mappings: dictionaries that are watched as a whole: the environment of the process.
         modules: modules, each the root of a tree.
     """
 
     def __init__(self) -> None:
-        self.places = list[tuple[Mapping[str, Any], str]]()
+        self.places = list[tuple[Mapping[Any, Any], Any]]()
         self.cells = list[CellType]()
         self.lists = list[Any]()
+        self.dictionaries = list[dict[Any, Any]]()
         self.mappings = list[dict[Any, Any]]()
+        self._absent = dict[int, tuple[Mapping[str, Any], set[str]]]()
         self.modules = list[nn.Module]()
         self._seen = dict[tuple[int, frozenset[str]], int]()
         self._watched = set[int]()
-        self._known = set[tuple[int, str]]()
+        self._known = set[tuple[int, Any]]()
         self._of_class = dict[type, tuple[FunctionType, ...]]()
         self._methods = dict[tuple[int, int], int]()
         self._spaces = dict[type, Mapping[str, Any]]()
         self._owners = dict[int, type]()
         self._alive = list[Any]()  # so that no id is used twice
-        self._groups = list[tuple[Callable[[Any], Any], Mapping[str, Any], list[str]]]()
-        self._others = list[tuple[Callable[..., Any], str]]()
+        self._groups = list[tuple[Callable[[Any], Any], Mapping[Any, Any], list[Any]]]()
+        self._others = list[tuple[Callable[..., Any], Any]]()
         self._gotten, self._of_loss = 0, False
         self._names_of_loss, self._may_come = set[str](), set[str]()
         self._united, self._space = frozenset[str](), None
 
     def __bool__(self) -> bool:
-        return bool(self.places or self.cells or self.mappings)
+        return bool(self.places or self.cells or self.mappings or self._absent)
 
     def values(self) -> list[Any]:
         """The current values at the places and in the cells."""
@@ -142,7 +157,7 @@ class Reads:
 
     def _group(self) -> None:
         """Sort the places by mapping, since reading several entries of one at a time is faster."""
-        found = dict[int, tuple[Mapping[str, Any], list[str]]]()
+        found = dict[int, tuple[Mapping[Any, Any], list[Any]]]()
         for holder, name in self.places:
             found.setdefault(id(holder), (holder, []))[1].append(name)
         # Other mappings may make the entries that they lack.
@@ -157,6 +172,10 @@ class Reads:
         self._groups = [(itemgetter(*names), holder, names) for holder, names in several]
         self._others = [(holder.get, name) for holder, name in others]
         self._gotten = len(self.places)
+
+    def has_gained(self) -> bool:
+        """Whether an object has an attribute that it lacked, and that code asks for by a text."""
+        return not all(held.keys().isdisjoint(names) for held, names in self._absent.values())
 
     def held(self) -> list[Any]:
         """`values`, and the watched lists and dictionaries themselves."""
@@ -193,7 +212,7 @@ class Reads:
             return
         # Code may read other attributes of an object than earlier code did.
         mark = id(value), frozenset[str]() if isinstance(value, FunctionType) else names
-        if names is _ANY:
+        if isinstance(names, _Any):
             depth = min(depth, _DEPTH_OF_ANY)
         if self._seen.get(mark, -1) >= depth or not self._is_searched(value):
             return
@@ -246,6 +265,8 @@ class Reads:
             self.cells += value.__closure__ or ()
         elif isinstance(value, list | deque | set):
             self.lists.append(value)
+        elif isinstance(value, dict) and _is_plain(value) and len(value) <= MOST_ENTRIES:
+            self.dictionaries.append(value)
         elif isinstance(value, ContextVar):
             self.places.append((Variable(value), "value"))
 
@@ -261,16 +282,18 @@ class Reads:
             self.look(method)
         held, names = vars(module), frozenset[str]().union(*(_names(m).attributes for m in methods))
         computes = any("getattr" in _names(each).globals for each in methods)
-        names = names.union(*(_names(m).attributes for m in _helpers(methods, names, held)))
+        codes = [*methods, *_helpers(methods, names, held)]
+        computed = frozenset[str]().union(*(_names(m).computed for m in codes))
+        self._may_come |= computed
+        names = computed.union(*(_names(m).attributes for m in codes))
         for name in (names & held.keys()) - OF_MODULES:
             if not isinstance(held[name], nn.Module):
-                self.look(held[name], _ANY if computes else names)
+                self.look(held[name], _Any({"*"} | computed) if computes else names)
         self._classes(kind, names - OF_MODULES, _DEPTH)
 
     def _container(self, value: Any, names: frozenset[str], depth: int) -> None:
         if isinstance(value, dict):
-            keys = (key for key in value if self._of_loss or isinstance(key, str))
-            found = dict.fromkeys(islice(keys, MOST_ITEMS))
+            found = dict.fromkeys(islice(value, MOST_ITEMS))
             found |= dict.fromkeys(self._names_of_loss & value.keys() if self._of_loss else ())
             self._entries(value, found, names, depth)
             return
@@ -286,6 +309,9 @@ class Reads:
                 self._names_of_loss |= attributes
                 self._may_come |= attributes if known.computes else frozenset()
             attributes = _ANY if known.computes else attributes | self._united
+        else:
+            attributes |= known.computed
+            self._may_come |= known.computed
         own = [name for name in vars(function) if name in attributes | names]
         self._entries(vars(function), own, attributes, depth - 1)
         held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
@@ -306,6 +332,8 @@ class Reads:
         if isinstance(call, FunctionType):
             names |= _names(call).attributes
             self.look(call, names, depth)
+        if isinstance(value, UserDict | UserList | ChainMap):
+            names |= {"data", "maps"}
         kind = value if isinstance(value, type) else type(value)
         if issubclass(kind, torch.autograd.Function):
             for name in _OF_FUNCTIONS:
@@ -313,7 +341,7 @@ class Reads:
         own = () if kind is value else (getattr(value, "__dict__", {}), Slots(value))
         hidden = OF_MODULES if is_module else frozenset()
         self._spaces_of(own, names, hidden, depth)
-        if names is _ANY:
+        if isinstance(names, _Any):
             return
         defaults = self._classes(kind, names, depth)
         for space in own[:1]:  # an assignment to the object hides what its class has
@@ -329,12 +357,16 @@ class Reads:
         hidden: frozenset[str],
         depth: int,
     ) -> None:
-        """Search attributes of an object; those that a loss may find later are watched as well."""
+        """Search attributes of an object; those that code may find later are watched as well."""
         for space in spaces:
             held = [name for name in space if name in names and name not in hidden]
             self._entries(space, held, names, depth - 1)
-        for space in spaces[:1] if self._of_loss else ():
-            self._entries(space, self._may_come - space.keys() - hidden, names, depth - 1)
+        for space in spaces[:1]:
+            coming = self._may_come - space.keys() - hidden
+            if self._of_loss:
+                self._entries(space, coming, names, depth - 1)
+            elif coming := coming & names:
+                self._absent.setdefault(id(space), (space, set()))[1].update(coming)
 
     def _classes(self, kind: type, names: frozenset[str], depth: int) -> set[str]:
         """Search what user-defined classes hold under these names, methods apart; returns those."""
@@ -364,13 +396,13 @@ class Reads:
 
     def _entries(
         self,
-        held: Mapping[str, Any],
-        keys: Iterable[str],
+        held: Mapping[Any, Any],
+        keys: Iterable[Any],
         names: frozenset[str],
         depth: int,
     ) -> None:
-        if isinstance(held, dict) and type(held).get is not dict.get:
-            return  # reading it may do anything
+        if isinstance(held, dict) and not _is_plain(held):
+            return
         for key in keys:
             value = held.get(key)
             is_value = value is None or isinstance(value, (*PLAIN, Tensor))
@@ -481,6 +513,11 @@ def forward_of(module: nn.Module) -> FunctionType | None:
     return found if isinstance(found, FunctionType) and not _is_library(found) else None
 
 
+def _is_plain(held: dict[Any, Any]) -> bool:
+    """Whether reading a dictionary runs no code of the user's."""
+    return type(held).get is dict.get
+
+
 def _is_code(value: Any) -> bool:
     """Whether a class holds code under a name: a method, a property, a class."""
     return isinstance(value, type) or hasattr(type(value), "__get__")
@@ -552,20 +589,41 @@ _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 def _names_of_code(code: CodeType) -> _Names:
     read, attributes, imports = set[str](), set[str](), set[str]()
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in _OF_GLOBALS:
             read.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
+        elif instruction.opname in _OF_ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname == "IMPORT_NAME":
             imports.add(instruction.argval)
-    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    texts = set(filter(_is_name, code.co_consts))
+    found = read, attributes, imports, texts, _computed(code)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            for mine, its in zip(
-                (read, attributes, imports, texts), _names_of_code(inner), strict=True
-            ):
+            for mine, its in zip(found, _names_of_code(inner), strict=True):
                 mine |= its
-    return _Names(*map(frozenset, (read, attributes, imports, texts)))
+    return _Names(*map(frozenset, found))
+
+
+def _computed(code: CodeType) -> set[str]:
+    """Strings in statements that compute the name of an attribute."""
+    found, texts, computes = set[str](), set[str](), False
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_CONST" and _is_name(each.argval):
+            texts.add(each.argval)
+        elif each.opname in _OF_GLOBALS or each.opname in _OF_ATTRIBUTES:
+            computes |= each.argval in _COMPUTES or each.argval == "__dict__"
+        elif each.opname.startswith(("STORE_", "POP_", "RETURN_")):
+            found |= texts if computes else set()
+            texts, computes = set(), False
+    return found
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 
 
 def _names(function: Any) -> _Names:
