@@ -29,6 +29,23 @@ def test_globals_of_the_loss(monkeypatch):
     assert not settings.changed()
 
 
+def test_functions_that_a_parametrised_module_holds():
+    class Active(nn.Linear):
+        active = None
+
+        def forward(self, x):
+            return self.active(super().forward(x))
+
+    model = Active(2, 2)
+    model.active = torch.relu
+    nn.utils.parametrizations.weight_norm(model)
+    settings = Settings([model], of_globals)
+    model(torch.ones(2))
+    assert not settings.changed()
+    model.active = torch.tanh
+    assert settings.changed()
+
+
 def test_the_closure_of_the_loss():
     rate, sizes = 1.0, [1]
 

@@ -124,6 +124,29 @@ def test_weights_recomputed_at_each_call_are_not_state():
     assert not state.changed()
 
 
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += int(x.sum() > 9)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize(
+    "norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm]
+)
+def test_state_left_in_a_copy_with_a_norm_is_detected(norm):
+    model = norm(Counting()).eval()
+    wrote = writes_of(model)
+    model(torch.ones(2))
+    assert not wrote()
+    model(10 * torch.ones(2))
+    assert wrote()
+
+
 def test_tensors_that_inference_mode_left_behind_become_ordinary():
     model = Model()
     state = State([model])

@@ -349,6 +349,75 @@ def test_a_change_of_what_modules_hold_as_plain_attributes_is_seen(change):
     assert not weights.changed()
 
 
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale, self.rows = 1.0, [1.0]
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrised(make):
+    model = nn.Sequential(make())
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+    return model
+
+
+def quantised():
+    return torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(2, 2)).eval(), {nn.Linear}, dtype=torch.qint8
+    )
+
+
+def set_quantised(model):
+    weight, bias = model[0]._weight_bias()
+    model[0].set_weight_bias(
+        torch.quantize_per_tensor(weight.dequantize(), 4.0, 0, torch.qint8), bias
+    )
+
+
+MADE = {
+    "parametrised": lambda: parametrised(Scaled),
+    "parametrised layer": lambda: parametrised(lambda: nn.Linear(2, 2)),
+    "weight norm": lambda: nn.Sequential(nn.utils.weight_norm(Scaled())),
+    "weight norm of a layer": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2))),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(Scaled())),
+    "quantised": quantised,
+}
+OF_ALL = {
+    "number": lambda m: setattr(m[0], "out_features", 3),
+    "forward": lambda m: setattr(m[0], "forward", lambda x: 7 * x),
+    "added": lambda m: setattr(m[0], "more", 1),
+    "removed": lambda m: delattr(m[0], "in_features"),
+}
+OF_SOME = {
+    ("parametrised", "scale"): lambda m: setattr(m[0], "scale", 3.0),
+    ("parametrised", "list"): lambda m: m[0].rows.append(1),
+    ("weight norm", "scale"): lambda m: setattr(m[0], "scale", 3.0),
+    ("weight norm", "list"): lambda m: m[0].rows.append(1),
+    ("spectral norm", "epsilon"): lambda m: setattr(m[0].parametrizations.weight[0], "eps", 1.0),
+    ("quantised", "weight"): set_quantised,
+}
+OF_MADE = {(kind, change): OF_ALL[change] for kind in MADE for change in OF_ALL} | OF_SOME
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecations of PyTorch's
+@pytest.mark.parametrize("case", OF_MADE, ids=", ".join)
+def test_attributes_of_layers_that_pytorch_rebuilt_are_watched(case):
+    model = MADE[case[0]]().eval()
+    weights = Weights(model)
+    weights.remember()
+    model(torch.ones(1, 2))
+    assert not weights.changed()
+    OF_MADE[case](model)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+
+
 # -- modules outside of the tree ------------------------------------------------------------------
 
 

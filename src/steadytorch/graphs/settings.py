@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from steadytorch.workload.contents import checksum
+from steadytorch.workload.contents import checksum, home_of
 from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, set_first
 
 _ARRAYS = (np.ndarray, array, bytearray)
@@ -93,7 +93,7 @@ _Layer = tuple[Callable[[Any], Any], Mapping[str, Any]]
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+    return home_of(module).startswith("torch.nn.")
 
 
 def _of_layer(module: nn.Module) -> _Layer:

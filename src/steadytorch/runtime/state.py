@@ -17,6 +17,7 @@ from steadytorch.workload.contents import (
     SEQUENCES,
     Contents,
     contents,
+    home_of,
     kept_attributes,
     memory_of,
     same,
@@ -161,10 +162,10 @@ def writes_of(copy: nn.Module) -> Callable[[], bool]:
     Args:
         copy: the copy that calls run; only they may change it.
     """
-    modules = [m for m in copy.modules() if not type(m).__module__.startswith(_KNOWN)]
+    modules = [m for m in copy.modules() if not home_of(m).startswith(_KNOWN)]
     registries = [dict.values(m._buffers) for m in modules if isinstance(m._buffers, dict)]
     homes = [vars(m) for m in modules]
-    places = [(home, name) for home in homes for name in home if name not in _OF_ALL]
+    places = [(vars(m), n) for m in modules for n in kept_attributes(m) if n not in _OF_ALL]
     tensors = [t for m in modules for t in m.buffers(recurse=False) if not t.is_inference()]
     tensors += [t for home, name in places for t in _tensors_in(home[name])]
     version, flatten = attrgetter("_version"), chain.from_iterable

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, eq, is_
+from operator import attrgetter, eq, is_, itemgetter
 from random import Random
 from typing import Any
 from weakref import WeakSet, ref
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
 from steadytorch.runtime.device_samples import DeviceSamples
-from steadytorch.workload.contents import checksum, kept_attributes, memory_of
+from steadytorch.workload.contents import checksum, home_of, kept_attributes, memory_of
 from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.workload.reads import Reads
 
@@ -36,6 +36,8 @@ LATE = "found late: the last results may come from the old weights"
 _END = object()
 _CELLS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 _OF_MODULES = frozenset(vars(nn.Module()))
+_LAYERS = ("torch.nn.modules.", "torch.nn.utils.", "torch.ao.nn.")
+"""Where PyTorch defines layers, whose attributes are watched."""
 _watching: WeakSet[Weights] = WeakSet()
 
 
@@ -205,6 +207,8 @@ class _Watched:
         links: dictionaries of submodules and hooks.
         modes: attribute dictionaries of the modules that have a training mode.
         attributes: attribute dictionaries of modules, and dictionaries in the user's own ones.
+        partial: attribute dictionaries with weights that hooks compute at each call, and the names
+            of the other attributes.
         sequences: other containers in attributes.
         arrays: arrays, as of NumPy, in attributes and in what is read elsewhere.
         reads: what the modules' code reads elsewhere: of objects, globals and closures.
@@ -213,6 +217,7 @@ class _Watched:
     def __init__(self, model: nn.Module, hooks: Sequence[str], plain: bool = False) -> None:
         modules = list(model.modules())
         self.attributes: list[dict[Any, Any]] = []
+        self.partial: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.sequences: list[Any] = []
         self.arrays: list[Any] = []
         self.reads = Reads()
@@ -221,6 +226,7 @@ class _Watched:
             walk = _Walk(modules, self.reads)
             modules = walk.modules
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
+            self.partial = walk.partial
             self.attributes = [*walk.dictionaries, *self.reads.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
             others = (*walk.others, *self.reads.values())
@@ -253,6 +259,7 @@ class _Walk:
         modules: the given modules, and modules found in attributes and in `reads`.
         tensors: tensors in plain attributes and in containers.
         dictionaries: attribute dictionaries of modules, and dictionaries in the user's own ones.
+        partial: attribute dictionaries of which only the named items are compared.
         sequences: lists, sets and deques in the user's own modules.
         others: values in the user's own modules that are none of these.
     """
@@ -261,6 +268,7 @@ class _Walk:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.dictionaries: list[dict[Any, Any]] = []
+        self.partial: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.sequences: list[Any] = []
         self.others: list[Any] = []
         self._seen: set[int] = set()
@@ -279,13 +287,14 @@ class _Walk:
                 continue
             self._seen.add(id(each))
             self.modules.append(each)
-            kept = kept_attributes(each)
-            # `kept` leaves out what PyTorch's hooks recompute: such a dictionary always differs.
-            is_steady = len(kept) == len(vars(each))
-            origin = type(each).__module__
-            is_own = is_steady and not origin.startswith("torch.")
-            if is_own or (is_steady and origin.startswith("torch.nn.modules.")):
-                self.dictionaries.append(vars(each))
+            kept, home = kept_attributes(each), home_of(each)
+            is_own = not home.startswith("torch.")
+            if is_own or home.startswith(_LAYERS):
+                # `kept` leaves out what PyTorch's hooks recompute.
+                if len(kept) == len(vars(each)):
+                    self.dictionaries.append(vars(each))
+                else:
+                    self.partial.append((vars(each), tuple(kept)))
             for name, value in kept.items():
                 if name not in _OF_MODULES:
                     self._value(value, is_own)
@@ -376,8 +385,9 @@ def _compiled(module: Any, held: _Watched, contents: bool, by_turns: bool) -> Ca
 def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[], bool]:
     """Extends a comparison with checks of containers and of values that code reads elsewhere."""
     sequences, values, arrays = held.sequences, held.reads.values, held.arrays
-    if not sequences and not held.reads and not arrays:
+    if not (sequences or held.reads or arrays or held.partial):
         return differs
+    parts = [_Part(found, names) for found, names in held.partial]
     items, known = [list(found) for found in sequences], values()
     has_gained = held.reads.has_gained
     sums = [*map(checksum, arrays)]
@@ -388,10 +398,26 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
             or has_gained()
+            or any(map(_Part.differs, parts))
             or [*map(checksum, arrays)] != sums
         )
 
     return changed
+
+
+class _Part:
+    """Compares items of a dictionary with those that it had, and the number of all."""
+
+    def __init__(self, held: dict[str, Any], names: tuple[str, ...]) -> None:
+        self._held, self._read = held, itemgetter(*names)
+        self._size, self._known = len(held), self._read(held)
+
+    def differs(self) -> bool:
+        try:
+            now = self._read(self._held)
+        except KeyError:
+            return True
+        return len(self._held) != self._size or not all(map(is_, now, self._known))
 
 
 def _holds(container: Any, items: list[Any]) -> bool:

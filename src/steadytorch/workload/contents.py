@@ -103,3 +103,9 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
         if type(hook).__module__.startswith("torch.nn.utils")
     }
     return {name: value for name, value in vars(module).items() if name not in computed}
+
+
+def home_of(module: nn.Module) -> str:
+    """The Python module that defines a module's class, below the classes of parametrizations."""
+    homes = (kind.__module__ for kind in type(module).__mro__)
+    return next(home for home in homes if home != "torch.nn.utils.parametrize")
