@@ -5,8 +5,12 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
+from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.state import Draws, State, writes_of
+
+from .conftest import CANDIDATES, answer
 
 
 class Model(nn.Module):
@@ -122,6 +126,44 @@ def test_weights_recomputed_at_each_call_are_not_state():
     state = State([model])
     model(torch.ones(2))
     assert not state.changed()
+
+
+class PrunedByUser(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t > 0)
+
+
+def pruned_twice(model, name):
+    prune.l1_unstructured(model, name, 0.5)
+    prune.random_unstructured(model, name, 0.5)
+
+
+PRUNED = [lambda *of: prune.l1_unstructured(*of, 0.5), pruned_twice, PrunedByUser.apply]
+
+
+@pytest.mark.parametrize("pruned", PRUNED)
+def test_weights_that_pruning_recomputes_are_not_state(pruned):
+    model = nn.Linear(2, 2)
+    pruned(model, "weight")
+    state = State([model])
+    model(torch.ones(2))
+    assert not state.changed()
+    model.rate = 1
+    assert state.changed()
+
+
+def test_a_pruned_model_is_served(serving):
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    tuned = TunedModule(model, serving(CANDIDATES["channels_last"], x))
+    for _ in range(2):
+        torch.testing.assert_close(answer(tuned, x), answer(model, x))
+    assert tuned.report().calls == {"tuned": 2}
+    with torch.no_grad():
+        model[0].weight_mask.zero_()
+    assert torch.equal(answer(tuned, x), answer(model, x))
 
 
 class Counting(nn.Linear):

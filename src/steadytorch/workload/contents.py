@@ -10,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from steadytorch.workload.generators import OBJECTS, digest
 
@@ -95,12 +96,12 @@ def _alike(before: Any, after: Any) -> bool:
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
     """Returns a module's attributes, without weights that PyTorch's hooks recompute at each call.
 
-    Hooks of weight norm and spectral norm assign a newly computed weight at each call.
+    Hooks of weight norm, spectral norm and pruning assign a newly computed weight at each call.
     """
     computed = {
-        getattr(hook, "name", None)
+        getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", None)
         for hook in vars(module).get("_forward_pre_hooks", {}).values()
-        if type(hook).__module__.startswith("torch.nn.utils")
+        if any(kind.__module__.startswith("torch.nn.utils") for kind in type(hook).__mro__)
     }
     return {name: value for name, value in vars(module).items() if name not in computed}
 
