@@ -116,8 +116,6 @@ def test_what_are_no_tensors_have_no_traits():
     assert module is not None
     assert module.traits((torch.ones(2), 3)) is None
     assert module.traits((torch.ones(2).to_sparse(),)) is None
-    with torch.inference_mode():
-        assert module.traits((torch.ones(2),)) is None
     with pytest.raises(TypeError, match="tuple"):
         module.traits([torch.ones(2)])
 

@@ -149,14 +149,47 @@ def test_switching_benchmark_mode_is_no_change(weights, monkeypatch):
     assert not weights.changed()
 
 
-def test_inference_tensors_are_left_out():
+IN_INFERENCE_MODE = {
+    "written": lambda model: model[0].weight.mul_(3),
+    "statistics": lambda model: model[1].running_mean.add_(1),
+    "loaded": lambda model: model.load_state_dict(
+        {n: t + 1 for n, t in model.state_dict().items()}
+    ),
+    "moved": lambda model: setattr(model[0].weight, "data", model[0].weight.clone()),
+    "replaced": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "freed": lambda model: model.double().float(),
+}
+
+
+@pytest.mark.parametrize("change", IN_INFERENCE_MODE)
+def test_inference_tensors_are_watched(change, host_way):
     with torch.inference_mode():
-        model = nn.Linear(2, 2)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+        model[0].mask = torch.ones(2)
     weights = Weights(model)
     weights.remember()
+    assert bool(weights.interpreted_for) is (host_way == "interpreted")
     assert not weights.changed()
-    model.weight = nn.Parameter(torch.ones(2, 2))
+    with torch.inference_mode():
+        IN_INFERENCE_MODE[change](model)
     assert weights.changed()
+    assert weights.rewritten()
+    weights.remember()
+    assert not weights.changed()
+
+
+def test_loading_equal_values_beside_inference_tensors_is_forgiven(model):
+    with torch.inference_mode():
+        model.register_buffer("mask", torch.ones(2))
+    weights = Weights(model)
+    weights.remember()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.inference_mode():
+        assert weights.expect(state)
+        model.load_state_dict(state)
+    assert weights.changed()
+    assert weights.is_forgiven()
+    assert not weights.changed()
 
 
 def test_a_model_without_weights_never_changes():

@@ -209,7 +209,8 @@ PyObject* clear_key(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 // -- changes of a model ---------------------------------------------------------------------------
 
-// Detects changes of a tensor: edits change the version, moves and conversions the address.
+// Detects changes of a tensor: edits change the version, moves and conversions the address. The
+// version of an inference tensor is 0: it counts no edits.
 struct Trait {
   std::uint64_t version;
   std::uintptr_t address;
@@ -221,15 +222,15 @@ struct Trait {
 
 PyObject* name_of_mode;
 
-// False if the tensor has no version counter or no storage.
+// False if the tensor has no storage.
 bool read(PyObject* object, Trait& trait) {
   auto* tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();
-  if (tensor->is_inference() || !tensor->has_storage()) {
+  if (!tensor->has_storage()) {
     return false;
   }
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
   const auto start = reinterpret_cast<std::uintptr_t>(storage->_mutable_data_ptr_no_checks().get());
-  trait.version = tensor->version_counter().current_version();
+  trait.version = tensor->is_inference() ? 0 : tensor->version_counter().current_version();
   trait.address = start + tensor->storage_offset() * tensor->itemsize();
   return true;
 }

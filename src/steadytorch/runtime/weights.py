@@ -50,8 +50,9 @@ class Weights:
       version counter.
     - Addresses, and weak references to storages: moves and conversions replace a tensor's memory
       without raising its version, and the allocator may reuse freed memory.
-    - Values: fused optimizers, `.data`, NumPy and kernels write without raising a version. Each
-      check compares some elements of each CPU tensor; for GPUs see `DeviceSamples`.
+    - Values: fused optimizers, `.data`, NumPy and kernels write without raising a version, and
+      inference tensors have no version. Each check compares some elements of each CPU tensor; for
+      GPUs see `DeviceSamples`.
     - Optimizer steps: PyTorch's global hook reports each step of an optimizer over a watched
       tensor.
 
@@ -202,7 +203,7 @@ class _Watched:
         plain: whether to include plain attributes.
 
     Attributes:
-        tensors: all tensors with a version counter; the model's parameters and buffers first.
+        tensors: all tensors; the model's parameters and buffers first.
         registries: dictionaries of parameters and buffers.
         links: dictionaries of submodules and hooks.
         modes: attribute dictionaries of the modules that have a training mode.
@@ -231,7 +232,7 @@ class _Watched:
             self.sequences = [*walk.sequences, *self.reads.lists]
             others = (*walk.others, *self.reads.values())
             self.arrays = [value for value in others if memory_of(value) is not None]
-        self.tensors = [t for t in {id(t): t for t in found}.values() if not t.is_inference()]
+        self.tensors = list({id(t): t for t in found}.values())
         # Scripted modules make new registries at each access, which are not dictionaries.
         self.registries = [
             registry
@@ -333,6 +334,11 @@ def _is_watchable(value: Any) -> bool:
     return isinstance(value, Tensor) and _has_storage(value)
 
 
+def _counted(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors with a version; writes to inference tensors are found by their values alone."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]
+
+
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
@@ -429,7 +435,8 @@ def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[],
     structure = _structure(held, [] if contents else held.tensors)
     written = held.tensors if contents else []
     version, place, value = attrgetter("_version"), Tensor.data_ptr, attrgetter("value")
-    versions, places = [*map(version, written)], [*map(place, written)]
+    counted = _counted(written)
+    versions, places = [*map(version, counted)], [*map(place, written)]
     number = max(ROUNDS, len(written) // SAMPLES_HERE + 1)
     rounds = [_round(written, turn) for turn in range(number)]
     own = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
@@ -438,7 +445,7 @@ def _interpreted(held: _Watched, contents: bool, by_turns: bool) -> Callable[[],
     def differs() -> bool:
         turn = clock() // 64 % number
         try:
-            if [*map(version, written)] != versions or [*map(place, written)] != places:
+            if [*map(version, counted)] != versions or [*map(place, written)] != places:
                 return True
             for some, cells, known in (rounds[turn],) if by_turns else rounds:
                 # Compares addresses again in one expression that no other thread interrupts, so
@@ -469,8 +476,8 @@ def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
     structure = _structure(held, [])
     items = [[*chain.from_iterable(dict.items(found))] for found in held.attributes]
     containers = _with_containers(lambda: False, held)
-    tensors, turns = held.tensors, range(ROUNDS)
-    versions = [tensor._version for tensor in tensors]
+    tensors, counted, turns = held.tensors, _counted(held.tensors), range(ROUNDS)
+    versions = [tensor._version for tensor in counted]
     samples = [_round(tensors, turn)[2] for turn in turns]
 
     def moved(loads: Counter[int]) -> bool:
@@ -478,7 +485,7 @@ def _moved(held: _Watched) -> Callable[[Counter[int]], bool]:
             structure()
             or containers()
             or not all(map(_has_items, held.attributes, items))
-            or [t._version - loads[id(t)] for t in tensors] != versions
+            or [t._version - loads[id(t)] for t in counted] != versions
             or [_round(tensors, turn)[2] for turn in turns] != samples
         )
 
