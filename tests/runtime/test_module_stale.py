@@ -12,6 +12,7 @@ from steadytorch.device.facts import load_facts
 from steadytorch.results.candidate import TransformSpec
 from steadytorch.runtime.entries import STALE
 from steadytorch.runtime.module import TunedModule
+from steadytorch.runtime.weights import Weights
 from steadytorch.transforms import all_variants, names
 from steadytorch.transforms.base import Applicable
 from steadytorch.workload.workload import Workload
@@ -261,6 +262,62 @@ def test_a_hook_added_later_is_called(model, x, tuned):
     model.head.register_forward_hook(lambda module, args, output: output * 0)
     assert tuned(x).abs().max() == 0
     assert tuned.report().hits == 1
+
+
+class Holding(nn.Module):
+    """Holds a module where `modules()` does not find it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.held = [module]
+
+    def forward(self, x):
+        return self.held[0](x)
+
+
+def _doubled(module, args, output):
+    return 2 * output
+
+
+ON_PROXY = {
+    "hook": lambda inner: inner.register_forward_hook(_doubled),
+    "hook before": lambda inner: inner.register_forward_pre_hook(lambda module, args: 2 * args[0]),
+    "forward": lambda inner: setattr(inner, "forward", lambda x: 9 * x.mean((2, 3))[:, :2]),
+}
+NESTED = {
+    "child": lambda inner: nn.Sequential(inner, nn.Tanh()),
+    "itself": lambda inner: inner,
+    "in a list": Holding,
+}
+
+
+@pytest.mark.parametrize("nest", NESTED)
+@pytest.mark.parametrize("change", ON_PROXY)
+def test_a_change_of_a_served_model_inside_another_is_seen(model, x, change, nest):
+    inner = TunedModule(TunedModule(model, always(())), always(()))
+    outer = NESTED[nest](inner).eval()
+    weights = Weights(outer)
+    weights.remember()
+    outer(x)
+    assert not weights.changed()
+    ON_PROXY[change](inner)
+    assert weights.changed()
+    weights.remember()
+    assert not weights.changed()
+    ON_PROXY[change](inner.__wrapped__)
+    assert weights.changed()
+
+
+def test_a_hook_on_a_served_model_inside_another_is_called(model, x):
+    inner = TunedModule(model, always(CANDIDATES["inference_mode"]))
+    outer = nn.Sequential(inner, nn.Tanh()).eval()
+    tuned = TunedModule(outer, always(CANDIDATES["channels_last"]))
+    before = answer(tuned, x)
+    inner.register_forward_hook(_doubled)
+    for _ in range(2):
+        assert torch.equal(answer(tuned, x), answer(outer, x))
+    assert not torch.allclose(before, answer(outer, x))
+    assert tuned.report().calls == {"tuned": 1, f"untouched: {STALE}": 2}
 
 
 def test_a_hook_on_all_modules_is_not_left_out_either(model, x, tuned):

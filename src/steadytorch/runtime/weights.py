@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, eq, is_, itemgetter
@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from steadytorch.native.host import load
 from steadytorch.runtime.device_samples import DeviceSamples
+from steadytorch.runtime.module_proxy import ModuleProxy
 from steadytorch.workload.contents import checksum, home_of, kept_attributes, memory_of
 from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.workload.reads import Reads
@@ -223,9 +224,10 @@ class _Watched:
         self.arrays: list[Any] = []
         self.reads = Reads()
         found: list[Tensor] = [*model.parameters(), *model.buffers()]
+        roots = [model]
         if plain:
             walk = _Walk(modules, self.reads)
-            modules = walk.modules
+            modules, roots = walk.modules, [model, *walk.roots]
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
             self.partial = walk.partial
             self.attributes = [*walk.dictionaries, *self.reads.dictionaries, *self.reads.mappings]
@@ -233,6 +235,8 @@ class _Watched:
             others = (*walk.others, *self.reads.values())
             self.arrays = [value for value in others if memory_of(value) is not None]
         self.tensors = list({id(t): t for t in found}.values())
+        proxies = list(_proxies(chain(roots, *map(_children, modules))))
+        self.attributes += map(vars, proxies if plain else ())
         # Scripted modules make new registries at each access, which are not dictionaries.
         self.registries = [
             registry
@@ -242,7 +246,7 @@ class _Watched:
         ]
         self.links = [
             linked
-            for module in modules
+            for module in (*modules, *proxies)
             for linked in (module._modules, *(vars(module).get(name) for name in hooks))
             if isinstance(linked, dict)
         ]
@@ -258,6 +262,7 @@ class _Walk:
 
     Attributes:
         modules: the given modules, and modules found in attributes and in `reads`.
+        roots: the modules whose trees were searched.
         tensors: tensors in plain attributes and in containers.
         dictionaries: attribute dictionaries of modules, and dictionaries in the user's own ones.
         partial: attribute dictionaries of which only the named items are compared.
@@ -267,6 +272,7 @@ class _Walk:
 
     def __init__(self, modules: list[nn.Module], reads: Reads) -> None:
         self.modules: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.dictionaries: list[dict[Any, Any]] = []
         self.partial: list[tuple[dict[str, Any], tuple[str, ...]]] = []
@@ -283,6 +289,7 @@ class _Walk:
             waiting = reads.modules[known[1] :]
 
     def _module(self, module: nn.Module) -> None:
+        self.roots.append(module)
         for each in module.modules():
             if id(each) in self._seen:
                 continue
@@ -319,6 +326,18 @@ class _Walk:
                 self._value(item, is_own)
         elif is_own:
             self.others.append(value)
+
+
+def _children(module: nn.Module) -> list[nn.Module | None]:
+    return [*module._modules.values()]
+
+
+def _proxies(modules: Iterable[nn.Module | None]) -> Iterator[ModuleProxy]:
+    """Yields proxies, which `modules()` leaves out, and proxies of which these are proxies."""
+    for module in modules:
+        while isinstance(module, ModuleProxy):
+            yield module
+            module = vars(module)["_model"]
 
 
 def _address(tensor: Tensor) -> int:
