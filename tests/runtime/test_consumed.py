@@ -19,6 +19,7 @@ from torch import nn
 
 from steadytorch.runtime.module import TunedModule
 from steadytorch.runtime.state import State
+from steadytorch.runtime.weights import Weights
 from steadytorch.workload.contents import contents, memory_of, same, version
 
 from .conftest import always, answer, calls_as_untouched
@@ -290,6 +291,51 @@ def test_a_write_to_an_array_is_another_version(value):
     assert same(before, contents(value))
     memory_of(value)[0] ^= 1
     assert not same(before, contents(value))
+
+
+DENSE = np.arange(24.0).reshape(2, 3, 4)
+LAYOUTS = {
+    "contiguous": DENSE,
+    "Fortran": np.asfortranarray(DENSE),
+    "permuted": DENSE.transpose(1, 0, 2),
+    "reversed": DENSE[::-1],
+    "gaps": DENSE[:, :, ::2],
+    "complex": DENSE.T * 1j,
+    "field": np.zeros(3, dtype=[("a", "i4"), ("b", "f8")])["b"],
+    "objects": np.array([1, [2], None], dtype=object),
+    "transposed objects": np.array([[1, [2]], [None, 3]], dtype=object).T,
+    "large": np.zeros(100_000),
+    "large with gaps": np.zeros((400, 400))[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_write_to_an_array_of_any_layout_is_seen_and_undone(layout):
+    array = LAYOUTS[layout]
+    model = Scaled(array, None)
+    weights, state = Weights(model), State([model], keep=True)
+    weights.remember()
+    before = array.copy()
+    assert not weights.changed()
+    assert not state.changed()
+    array[-1] = 9
+    assert weights.changed()
+    assert state.changed()
+    state.restore()
+    assert np.array_equal(array, before)
+    assert not weights.changed()
+
+
+@pytest.mark.parametrize("hold", [np.ones, lambda n: array.array("d", [1.0] * n), bytearray])
+def test_a_write_far_behind_in_an_array_is_seen(hold):
+    model = Scaled(hold(1_000_000), None)
+    weights = Weights(model)
+    weights.remember()
+    memory_of(model.held)[900_000:990_000] = b"a" * 90_000
+    assert weights.changed()
+    weights.remember()
+    memory_of(model.held)[-1] ^= 1
+    assert weights.changed()
 
 
 @pytest.mark.parametrize("value", [iter([1]), (n for n in [1]), io.StringIO("a"), queue.Queue()])

@@ -32,7 +32,7 @@ class Settings:
     Numbers, strings and containers are compared by value, functions and other objects by identity.
     A tensor counts as changed if its memory does. A CPU tensor of one element also counts as
     changed if its value does, because kernels get the value as an argument. Of an array, the first
-    64 KiB are compared.
+    64 KiB and samples of the rest are compared.
 
     Args:
         modules: the module trees of the step.

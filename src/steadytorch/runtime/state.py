@@ -16,10 +16,12 @@ from steadytorch.transforms.inference_mode import Leaving
 from steadytorch.workload.contents import (
     SEQUENCES,
     Contents,
+    bytes_of,
     contents,
+    copy_of,
     home_of,
     kept_attributes,
-    memory_of,
+    put_back,
     same,
 )
 from steadytorch.workload.generators import OBJECTS, HostStates, set_state, state_of
@@ -63,14 +65,14 @@ class State:
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []
         held = chain(*(found.values() for found in self._seen), self._read) if keep else ()
         items = [item for each in held for item in each[2]]
-        arrays = [(each, memory) for each in items if (memory := memory_of(each)) is not None]
+        arrays = [(each, len(found)) for each in items if (found := bytes_of(each)) is not None]
         # Sparse tensors count as dense ones: they have no `nbytes`.
         size = sum(t.numel() * t.element_size() for t in kept)
-        size += sum(memory.nbytes for _, memory in arrays)
+        size += sum(length for _, length in arrays)
         self.restorable = keep and size <= most
         self._copies = [(t, t.detach().clone()) for t in kept] if self.restorable else []
         # Memory is not kept itself, as a `bytearray` could not grow then.
-        self._arrays = [(each, bytes(memory)) for each, memory in arrays if self.restorable]
+        self._arrays = [(each, copy_of(each)) for each, _ in arrays if self.restorable]
         generators = [item for item in items if isinstance(item, OBJECTS)]
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
@@ -112,9 +114,7 @@ class State:
                 if tensor.layout != torch.strided or not torch.equal(tensor, copy):
                     tensor.copy_(copy)
         for array, copy in self._arrays:
-            memory = memory_of(array)
-            if memory is not None and memory != copy and memory.nbytes == len(copy):
-                memory[:] = copy  # equal ones may be read-only
+            put_back(array, copy)
         for generator, state in self._generators:
             set_state(generator, state)
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from steadytorch.native.host import load
 from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.module_proxy import ModuleProxy
-from steadytorch.workload.contents import checksum, home_of, kept_attributes, memory_of
+from steadytorch.workload.contents import checksum, home_of, kept_attributes
 from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
 from steadytorch.workload.reads import Reads
 
@@ -233,7 +233,7 @@ class _Watched:
             self.attributes = [*walk.dictionaries, *self.reads.dictionaries, *self.reads.mappings]
             self.sequences = [*walk.sequences, *self.reads.lists]
             others = (*walk.others, *self.reads.values())
-            self.arrays = [value for value in others if memory_of(value) is not None]
+            self.arrays = [value for value in others if checksum(value) is not None]
         self.tensors = list({id(t): t for t in found}.values())
         proxies = list(_proxies(chain(roots, *map(_children, modules))))
         self.attributes += map(vars, proxies if plain else ())
