@@ -22,7 +22,7 @@ from steadytorch.runtime.state import State
 from steadytorch.runtime.weights import Weights
 from steadytorch.workload.contents import contents, memory_of, same, version
 
-from .conftest import always, answer, calls_as_untouched
+from .conftest import FROZEN, always, answer, calls_as_untouched
 from .test_module_counts import SERVED
 
 
@@ -291,6 +291,41 @@ def test_a_write_to_an_array_is_another_version(value):
     assert same(before, contents(value))
     memory_of(value)[0] ^= 1
     assert not same(before, contents(value))
+
+
+def test_equal_variables_and_those_of_compilers_are_no_change(monkeypatch):
+    for name in ("FACTOR", "ADDED"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("ADDED")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
+    model = Scaled(None, READ["environ"])
+    weights, state = Weights(model), State([model])
+    weights.remember()
+    os.environ["FACTOR"] = "".join(["1"])
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "after"
+    assert not weights.changed()
+    assert not state.changed()
+    os.environ["FACTOR"] = "2"
+    os.environ["ADDED"] = "2"
+    assert weights.changed()
+    assert state.changed()
+    state.restore()
+    assert (os.environ["FACTOR"], os.getenv("ADDED")) == ("1", None)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "after"
+    assert not weights.changed()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
+def test_compiled_code_serves_a_model_that_reads_the_environment(set_factor):
+    set_factor(1.0)
+    torch.manual_seed(0)
+    model, x = Scaled(None, READ["environ"]).eval(), torch.randn(2, 3, 8, 8)
+    tuned = TunedModule(model, always(FROZEN))
+    for _ in range(3):
+        torch.testing.assert_close(answer(tuned, x), answer(model, x))
+    assert tuned.report().calls == {"tuned": 3}
+    set_factor(3.0)
+    assert torch.equal(answer(tuned, x), answer(model, x))
 
 
 DENSE = np.arange(24.0).reshape(2, 3, 4)

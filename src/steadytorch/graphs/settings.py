@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from steadytorch.workload.contents import checksum, home_of
-from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, set_first
+from steadytorch.workload.reads import MOST_ITEMS, OF_MODULES, PLAIN, Reads, environment, set_first
 
 _ARRAYS = (np.ndarray, array, bytearray)
 
@@ -83,7 +83,7 @@ class Settings:
             values += [len(each), *islice(each, MOST_ITEMS)]
         return [
             *map(_comparable, values),
-            *(dict(each) for each in self.read.mappings),
+            *([environment()] if self.read.reads_environment else []),
             *(_held(names, held) for names, held in self._layers),
         ]
 

@@ -22,7 +22,7 @@ from steadytorch.runtime.device_samples import DeviceSamples
 from steadytorch.runtime.module_proxy import ModuleProxy
 from steadytorch.workload.contents import checksum, home_of, kept_attributes
 from steadytorch.workload.hooks import BACKWARD, FORWARD, ON_ALL, ON_ALL_BACKWARD, hooks_on_all
-from steadytorch.workload.reads import Reads
+from steadytorch.workload.reads import Reads, environment
 
 SAMPLES = 256
 """Elements compared at each check, at least one per tensor."""
@@ -230,7 +230,7 @@ class _Watched:
             modules, roots = walk.modules, [model, *walk.roots]
             found += [*walk.tensors, *filter(_is_watchable, self.reads.values())]
             self.partial = walk.partial
-            self.attributes = [*walk.dictionaries, *self.reads.dictionaries, *self.reads.mappings]
+            self.attributes = [*walk.dictionaries, *self.reads.dictionaries]
             self.sequences = [*walk.sequences, *self.reads.lists]
             others = (*walk.others, *self.reads.values())
             self.arrays = [value for value in others if checksum(value) is not None]
@@ -415,6 +415,8 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
     parts = [_Part(found, names) for found, names in held.partial]
     items, known = [list(found) for found in sequences], values()
     has_gained = held.reads.has_gained
+    variables = environment if held.reads.reads_environment else dict
+    known_variables = variables()
     sums = [*map(checksum, arrays)]
 
     def changed() -> bool:
@@ -423,6 +425,7 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
             or has_gained()
+            or variables() != known_variables
             or any(map(_Part.differs, parts))
             or [*map(checksum, arrays)] != sums
         )

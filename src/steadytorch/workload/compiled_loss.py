@@ -158,7 +158,7 @@ def _reads_environment(loss: Callable[..., Tensor]) -> bool:
     read.loss(loss)
     for module in [each for tree in read.modules for each in tree.modules()]:
         read.forward(module)
-    return bool(read.mappings)
+    return read.reads_environment
 
 
 @contextmanager

@@ -46,6 +46,17 @@ _DEPTH, _DEPTH_OF_LOSS = 3, 8
 watched. A loss is the user's own code; what is watched is compared before each replay."""
 _DEPTH_OF_ANY = 3
 """The same for a loss that computes the names that it reads: all attributes are watched."""
+_OF_COMPILERS = tuple(
+    os.environ.encodekey(name)
+    for name in (
+        "TORCHINDUCTOR_",
+        "_TORCHINDUCTOR_",
+        "TRITON_",
+        "CUDA_HOME",
+        "KMP_DUPLICATE_LIB_OK",
+    )
+)
+"""How the names of variables begin that PyTorch's compilers set while they compile a model."""
 _COMPUTES = frozenset({"getattr", "hasattr", "vars"})
 _OF_FUNCTIONS = ("forward", "backward", "setup_context", "jvp", "vjp")
 
@@ -113,7 +124,7 @@ class Reads:
         cells: cells of closures.
         lists: lists, deques and sets whose items are watched.
         dictionaries: dictionaries that can be watched as a whole, `MOST_ENTRIES` at most.
-        mappings: dictionaries that are watched as a whole: the environment of the process.
+        reads_environment: whether it reads environment variables, which are watched as a whole.
         modules: modules, each the root of a tree.
     """
 
@@ -122,7 +133,7 @@ class Reads:
         self.cells = list[CellType]()
         self.lists = list[Any]()
         self.dictionaries = list[dict[Any, Any]]()
-        self.mappings = list[dict[Any, Any]]()
+        self.reads_environment = False
         self._absent = dict[int, tuple[Mapping[str, Any], set[str]]]()
         self.modules = list[nn.Module]()
         self._seen = dict[tuple[int, frozenset[str]], int]()
@@ -140,7 +151,7 @@ class Reads:
         self._united, self._space = frozenset[str](), None
 
     def __bool__(self) -> bool:
-        return bool(self.places or self.cells or self.mappings or self._absent)
+        return bool(self.places or self.cells or self.reads_environment or self._absent)
 
     def values(self) -> list[Any]:
         """The current values at the places and in the cells."""
@@ -178,11 +189,14 @@ class Reads:
         return not all(held.keys().isdisjoint(names) for held, names in self._absent.values())
 
     def held(self) -> list[Any]:
-        """`values`, and the watched lists and dictionaries themselves."""
-        return [*self.values(), *self.lists, *self.mappings]
+        """`values`, the watched lists themselves, and a copy of the environment if it is read."""
+        found = [environment()] if self.reads_environment else []
+        return [*self.values(), *self.lists, *found]
 
-    def assign(self, values: Iterable[Any]) -> None:
-        """Puts values in the order of `values` back where they were read."""
+    def assign(self, values: Sequence[Any]) -> None:
+        """Puts values in the order of `held` back where they were read, apart from lists' items."""
+        if self.reads_environment:
+            _set_environment(values[-1])
         following = iter(values)
         for (holder, name), value in zip(self.places, following, strict=False):
             if holder.get(name, _ABSENT) is value:
@@ -206,7 +220,7 @@ class Reads:
             depth: how many further functions, objects and containers are searched.
         """
         if value is os.environ or value is os.getenv:
-            self.mappings += [] if self.mappings else [vars(os.environ)["_data"]]
+            self.reads_environment = True
             return
         if depth < 0 or value is None or isinstance(value, (*PLAIN, Tensor)):
             return
@@ -412,6 +426,20 @@ class Reads:
                 self._known.add(mark)
                 self.places.append((held, key))
             self.look(value, names, depth)
+
+
+def environment() -> dict[Any, Any]:
+    """The environment of the process as it is kept, without what PyTorch's compilers set in it."""
+    kept = vars(os.environ)["_data"].items()
+    return {name: value for name, value in kept if not name.startswith(_OF_COMPILERS)}
+
+
+def _set_environment(known: Mapping[Any, Any]) -> None:
+    now = environment()
+    for name in now.keys() - known.keys():
+        del os.environ[os.environ.decodekey(name)]
+    for name, value in known.items() - now.items():
+        os.environ[os.environ.decodekey(name)] = os.environ.decodevalue(value)
 
 
 class Slots(Mapping[str, Any]):
