@@ -311,6 +311,18 @@ def test_the_step_of_an_optimizer_over_other_tensors_is_no_change(weights):
     assert not weights.changed()
 
 
+def test_steps_are_recorded_once(model, weights):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.step()
+    assert weights.changed()
+    assert weights._announced == [torch.optim.SGD]
+    weights.remember()
+    assert not weights.changed()
+    optimizer.step()
+    assert weights.changed()
+
+
 def test_a_step_that_moves_nothing_yet_counts(model, weights):
     """On a GPU the write may not have happened when the values are looked at."""
     torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()

@@ -174,6 +174,8 @@ class Weights:
 
     def step_of(self, optimizer: Optimizer) -> None:
         """Records an optimizer step if the optimizer updates a watched tensor."""
+        if self._announced:
+            return
         groups = optimizer.param_groups
         if not self._identities.isdisjoint(id(p) for group in groups for p in group["params"]):
             self._announced.append(optimizer.__class__)
