@@ -75,7 +75,7 @@ def _read_by(model: nn.Module) -> list[Any]:
         if not (further := [module for module in reads.modules if id(module) not in known]):
             break
         trees += further
-    if reads.mappings:
+    if reads.reads_environment:
         raise UnsupportedError("its model reads the environment of the process")
     values = reads.values()  # sorts the places
     names = [*(name for _, name in reads.places), *("cell" for _ in reads.cells)]
