@@ -419,22 +419,22 @@ def _with_containers(differs: Callable[[], bool], held: _Watched) -> Callable[[]
     sequences, values, arrays = held.sequences, held.reads.values, held.arrays
     if not (sequences or held.reads or arrays or held.partial):
         return differs
-    parts = [_Part(found, names) for found, names in held.partial]
     items, known = [list(found) for found in sequences], values()
-    has_gained = held.reads.has_gained
-    variables = environment if held.reads.reads_environment else dict
-    known_variables = variables()
     sums = [*map(checksum, arrays)]
+    rare = [_Part(found, names).differs for found, names in held.partial]
+    if held.reads.asks_for_absent:
+        rare.append(held.reads.has_gained)
+    if held.reads.reads_environment:
+        variables = environment()
+        rare.append(lambda: environment() != variables)
 
     def changed() -> bool:
         return (
             differs()
             or not all(map(_holds, sequences, items))
             or not all(map(is_, values(), known))
-            or has_gained()
-            or variables() != known_variables
-            or any(map(_Part.differs, parts))
             or [*map(checksum, arrays)] != sums
+            or (bool(rare) and any(each() for each in rare))
         )
 
     return changed

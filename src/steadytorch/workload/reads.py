@@ -184,6 +184,11 @@ class Reads:
         self._others = [(holder.get, name) for holder, name in others]
         self._gotten = len(self.places)
 
+    @property
+    def asks_for_absent(self) -> bool:
+        """Whether code asks objects for attributes that they lack; see `has_gained`."""
+        return bool(self._absent)
+
     def has_gained(self) -> bool:
         """Whether an object has an attribute that it lacked, and that code asks for by a text."""
         return not all(held.keys().isdisjoint(names) for held, names in self._absent.values())
