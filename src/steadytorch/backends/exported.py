@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steadytorch.errors import UnsupportedError, first_line
-from steadytorch.workload.compiler_faults import asserts
 from steadytorch.workload.contents import contents, same
 from steadytorch.workload.generators import restored
 from steadytorch.workload.signature import in_order, strides_of
@@ -102,7 +101,7 @@ def export(workload: Workload) -> Exported:
         program = torch.export.export(flat, tensors, strict=False)
     if any(map(_may_draw, program.graph.nodes)) and _draws(workload):
         raise UnsupportedError(DRAWS)
-    if any(map(asserts, program.graph.nodes)):
+    if any(map(_asserts, program.graph.nodes)):
         raise UnsupportedError("engines would not check what the model asserts")
     signature = program.graph_signature
     found, returned = seen[-1]
@@ -136,6 +135,10 @@ def _containers(model: nn.Module) -> Iterator[None]:
 def _may_draw(node: torch.fx.Node) -> bool:
     """Whether an operator draws random numbers with some arguments, as attention and dropout do."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _asserts(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async
 
 
 def _draws(workload: Workload) -> bool:

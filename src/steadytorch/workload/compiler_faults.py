@@ -14,6 +14,8 @@ from torch.nn.functional import binary_cross_entropy
 
 from steadytorch.errors import UnsupportedError
 
+_CHECKING = (binary_cross_entropy, torch._assert_async)
+"""Functions that check values in eager mode."""
 _DRAWING = (torch.bernoulli, "bernoulli", "bernoulli_")
 """Functions that check probabilities in eager mode."""
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
@@ -33,15 +35,8 @@ def refuse_changed(graph: fx.GraphModule) -> None:
     if InstructionTranslator.current_tx().output.random_calls:
         raise UnsupportedError("it draws numbers from a random.Random")
     for node in graph.graph.nodes:
-        if node.target is binary_cross_entropy or _takes_probabilities(node) or asserts(node):
+        if node.target in _CHECKING or _takes_probabilities(node):
             raise UnsupportedError(f"compiled code would not check the values of {node.name}")
-
-
-def asserts(node: fx.Node) -> bool:
-    """Whether a node checks a tensor's values, which compilers and engines leave out."""
-    return node.target is torch._assert_async or (
-        getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async
-    )
 
 
 def _takes_probabilities(node: fx.Node) -> bool:
