@@ -41,7 +41,7 @@ def test_what_fits_into_a_cache_is_no_traffic_of_the_memory():
 
 def test_data_faster_than_the_memory_came_from_a_cache():
     assert rule(traced(_additions(LEAST_NS / 3.5), rates=RATES)) == ()
-    assert the(rule(traced(_additions(LEAST_NS / 1.1), rates=RATES)))
+    assert the(rule(traced(_additions(LEAST_NS / 1.6), rates=RATES)))
 
 
 @pytest.mark.parametrize(
