@@ -228,3 +228,42 @@ def test_random_numbers_that_were_drawn_are_seen_and_drawn_again():
     draws.undo()
     assert not draws.happened()
     assert torch.equal(torch.rand(3), first)
+
+
+class Outside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        self.total += 1
+        return x + self.calls
+
+
+class Holder:
+    outside = Outside()
+
+
+class Nested(nn.Module):
+    def forward(self, x):
+        return Holder.outside(x)
+
+
+NESTED = Nested()
+
+
+class ReadsModules(nn.Module):
+    def forward(self, x):
+        return NESTED(x)
+
+
+def test_state_of_modules_that_code_reads_elsewhere_is_seen_and_restored():
+    model, outside = ReadsModules(), Holder.outside
+    before = outside.calls, float(outside.total)
+    state = State([model], keep=True)
+    model(torch.ones(1))
+    assert state.changed()
+    state.restore()
+    assert (outside.calls, float(outside.total)) == before

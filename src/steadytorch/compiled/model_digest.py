@@ -67,14 +67,8 @@ def _read_by(model: nn.Module) -> list[Any]:
     Attributes of an object that code reads are values of their own, so of objects themselves only
     the classes count. Values are found in an order that depends on the hash seed of the process.
     """
-    trees, known = [model], set[int]()
-    while True:
-        within = [module for tree in trees for module in tree.modules()]
-        known.update(map(id, within))
-        reads = reads_of(within)
-        if not (further := [module for module in reads.modules if id(module) not in known]):
-            break
-        trees += further
+    own = list(model.modules())
+    reads, known = reads_of(own), set(map(id, own))
     if reads.reads_environment:
         raise UnsupportedError("its model reads the environment of the process")
     values = reads.values()  # sorts the places
@@ -83,7 +77,7 @@ def _read_by(model: nn.Module) -> list[Any]:
     found = [f"{name} {_Contents.digest(value, deep=False)}" for name, value in named]
     lists = (held if isinstance(held, set) else list(held) for held in reads.lists)
     found += [_Contents.digest(held, deep=False) for held in lists]
-    return [*trees[1:], sorted(found)]
+    return [*(each for each in reads.modules if id(each) not in known), sorted(found)]
 
 
 class _Contents:

@@ -40,9 +40,9 @@ class State:
     If `forward` changes attributes or buffers, outputs depend on earlier calls, and a converted
     copy of the model would diverge. Assigned attributes and written tensors are detected, in
     buffers and one level deep in lists, tuples, deques, sets and dictionaries; also in what the
-    code of `forward` reads of objects, classes, globals and closures (see `Reads`). So are writes
-    to arrays and numbers drawn from generators found there. Iterators and queues cannot be
-    compared: a model that holds or reads one always counts as changed.
+    code of `forward` reads of objects, classes, globals and closures, modules included (see
+    `Reads`). So are writes to arrays and numbers drawn from generators found there. Iterators and
+    queues cannot be compared: a model that holds or reads one always counts as changed.
 
     Args:
         modules: the module trees to inspect.
@@ -56,10 +56,12 @@ class State:
     def __init__(
         self, modules: list[nn.Module], keep: bool = False, most: float = math.inf
     ) -> None:
-        self._modules = list({id(m): m for tree in modules for m in tree.modules()}.values())
+        own = list({id(m): m for tree in modules for m in tree.modules()}.values())
+        self._reads = reads_of(own)
+        trees = [*modules, *self._reads.modules]
+        self._modules = list({id(m): m for tree in trees for m in tree.modules()}.values())
         self._before = [kept_attributes(module) for module in self._modules]
         self._seen = [{name: contents(v) for name, v in found.items()} for found in self._before]
-        self._reads = reads_of(self._modules)
         self._read = [contents(value) for value in self._reads.held()]
         kept = [t for found in self._before for t in _kept_in(found)] if keep else []
         kept += [t for found in self._read for t in _tensors_in(found[0])] if keep else []

@@ -109,10 +109,18 @@ def modules_read(loss: Any) -> list[nn.Module]:
 
 
 def reads_of(modules: Iterable[nn.Module]) -> Reads:
-    """What the `forward` of each module reads outside of the modules' attributes."""
-    found = Reads()
-    for module in modules:
-        found.forward(module)
+    """What the `forward` of each module reads outside of the modules' attributes.
+
+    Includes what modules that are read there read in turn.
+    """
+    found, known, waiting = Reads(), set[int](), list(modules)
+    while waiting:
+        begun = len(found.modules)
+        for module in waiting:
+            if id(module) not in known:
+                known.add(id(module))
+                found.forward(module)
+        waiting = [module for root in found.modules[begun:] for module in root.modules()]
     return found
 
 
